@@ -1,0 +1,1 @@
+"""A shared KV cache for LLM serving. Import from the packages below; this one imports nothing."""

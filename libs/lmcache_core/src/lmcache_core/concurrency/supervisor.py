@@ -1,0 +1,74 @@
+"""Every background task has an owner that joins it: this one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+logger = logging.getLogger(__name__)
+
+
+class TaskSupervisor:
+    """Owns background tasks of one component; `close` cancels and joins them.
+
+    A task that fails is logged with its name and, if it was started by `repeat`, tried again after its interval: this is
+    one of the three places where any exception is caught.
+
+    Args:
+        name: The component, for log lines.
+        max_tasks: Bound on tasks alive at once; `start` refuses above it.
+    """
+
+    def __init__(self, name: str, max_tasks: int = 1024) -> None:
+        self._name = name
+        self._max_tasks = max_tasks
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that are alive now."""
+        return len(self._tasks)
+
+    def start(self, name: str, work: Coroutine[None, None, None]) -> bool:
+        """Run `work` once in the background.
+
+        Returns:
+            False when the supervisor is closed or full; `work` is then closed unrun and the caller decides what is lost.
+        """
+        if self._closed or len(self._tasks) >= self._max_tasks:
+            work.close()
+            return False
+        task = asyncio.get_running_loop().create_task(self._guard(name, work), name=f"{self._name}/{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    def repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> bool:
+        """Run `work` now and then every `interval_s` seconds until `close`; a failure is logged and does not end it."""
+        return self.start(name, self._repeat(name, work, interval_s))
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the rest."""
+        self._closed = True
+        tasks = list(self._tasks)
+        if tasks and drain_s > 0:
+            await asyncio.wait(tasks, timeout=drain_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guard(self, name: str, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception:
+            logger.exception("background task %s/%s failed", self._name, name)
+
+    async def _repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                logger.exception("periodic task %s/%s failed, next try in %.1f s", self._name, name, interval_s)
+            await asyncio.sleep(interval_s)
