@@ -1,0 +1,159 @@
+"""Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, and the anonymous chunk id.
+
+Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import struct
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from lmcache_core.errors import IdentityError
+
+CHUNK_ID_BYTES = 16
+MAX_CANONICAL_KEY_BYTES = 4096
+MAX_KEY_FIELD_BYTES = 1024
+
+_CANONICAL_MAGIC = b"LMK1"
+_CHUNK_ID_TAG = b"lmcache/chunk-id/1\0"
+_LENGTH = struct.Struct("<H")
+_NUMBERS = struct.Struct("<II")
+_NUM_TEXT_PARTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEngineKey:
+    """The documented key of one chunk of KV.
+
+    Attributes:
+        fmt: Serving engine's KV format, for example "vllm" or "huggingface".
+        model_name: Model, as the serving engine names it; may hold any character.
+        world_size: Number of workers that share the KV of one token.
+        worker_id: Which of them this KV belongs to.
+        chunk_hash: Hex SHA-256 of the chunk and everything before it (see `token_database`).
+        group: Name of the layer group for hybrid models, "" for the only or full-attention group.
+    """
+
+    fmt: str
+    model_name: str
+    world_size: int
+    worker_id: int
+    chunk_hash: str
+    group: str = ""
+
+    def canonical(self) -> bytes:
+        """Unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian uint32.
+
+        Raises:
+            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or a number does not fit.
+        """
+        parts = [_CANONICAL_MAGIC, _field("fmt", self.fmt), _field("model_name", self.model_name)]
+        try:
+            parts.append(_NUMBERS.pack(self.world_size, self.worker_id))
+        except struct.error as exc:
+            raise IdentityError(f"world_size={self.world_size!r}, worker_id={self.worker_id!r}: need integers in 0 … 2^32-1") from exc
+        parts.append(_field("chunk_hash", self.chunk_hash))
+        parts.append(_field("group", self.group))
+        return b"".join(parts)
+
+    @classmethod
+    def from_canonical(cls, data: bytes) -> CacheEngineKey:
+        """Read `canonical()` bytes back.
+
+        Raises:
+            IdentityError: The bytes are not a canonical key.
+        """
+        if len(data) > MAX_CANONICAL_KEY_BYTES or data[:4] != _CANONICAL_MAGIC:
+            raise IdentityError("not a canonical key: wrong magic or too long")
+        try:
+            fmt, at = _read_field(data, 4)
+            model_name, at = _read_field(data, at)
+            world_size, worker_id = _NUMBERS.unpack_from(data, at)
+            chunk_hash, at = _read_field(data, at + _NUMBERS.size)
+            group, at = _read_field(data, at)
+        except (struct.error, UnicodeDecodeError) as exc:
+            raise IdentityError(f"not a canonical key: {exc}") from exc
+        if at != len(data):
+            raise IdentityError("not a canonical key: bytes behind its end")
+        return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
+
+    def to_string(self) -> str:
+        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and control characters escaped."""
+        parts = [_escape(self.fmt), _escape(self.model_name), str(self.world_size), str(self.worker_id), _escape(self.chunk_hash)]
+        if self.group:
+            parts.append(_escape(self.group))
+        return "@".join(parts)
+
+    @classmethod
+    def from_string(cls, text: str) -> CacheEngineKey:
+        """Read `to_string()` back.
+
+        Raises:
+            IdentityError: The text does not have its five or six parts, or a number is not one.
+        """
+        parts = text.split("@")
+        if len(parts) not in (_NUM_TEXT_PARTS, _NUM_TEXT_PARTS + 1):
+            raise IdentityError(f"key {text!r}: expected fmt@model@world_size@worker_id@chunk_hash")
+        if not (parts[2].isascii() and parts[2].isdigit() and parts[3].isascii() and parts[3].isdigit()):
+            raise IdentityError(f"key {text!r}: world_size and worker_id must be decimal numbers")
+        names = [unquote(part) for part in (parts[0], parts[1], *parts[4:])]
+        return cls(names[0], names[1], int(parts[2]), int(parts[3]), *names[2:])
+
+    def to_url(self) -> str:
+        """URL-safe text of the canonical bytes: base64url without padding."""
+        return base64.urlsafe_b64encode(self.canonical()).rstrip(b"=").decode("ascii")
+
+    @classmethod
+    def from_url(cls, text: str) -> CacheEngineKey:
+        """Read `to_url()` back.
+
+        Raises:
+            IdentityError: The text is not one that `to_url` writes.
+        """
+        try:
+            data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        except (UnicodeEncodeError, binascii.Error) as exc:
+            raise IdentityError(f"key {text[:80]!r} in a URL is not base64url") from exc
+        key = cls.from_canonical(data)
+        if key.to_url() != text:
+            raise IdentityError(f"key {text[:80]!r} in a URL is not in its canonical spelling")
+        return key
+
+    def chunk_id(self) -> bytes:
+        """The anonymous name of this chunk for lookup and broker: 16 bytes that tell no model and no token."""
+        return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed by."""
+
+    tenant: str
+    key: CacheEngineKey
+
+
+DEFAULT_TENANT = "default"
+
+
+def _field(name: str, text: str) -> bytes:
+    data = text.encode("utf-8", errors="strict")
+    if len(data) > MAX_KEY_FIELD_BYTES:
+        raise IdentityError(f"key field {name} has {len(data)} bytes; the limit is {MAX_KEY_FIELD_BYTES}")
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read_field(data: bytes, at: int) -> tuple[str, int]:
+    (length,) = _LENGTH.unpack_from(data, at)
+    begin = at + _LENGTH.size
+    end = begin + length
+    if length > MAX_KEY_FIELD_BYTES or end > len(data):
+        raise IdentityError("not a canonical key: a field leaves the bytes")
+    return data[begin:end].decode("utf-8"), end
+
+
+def _escape(text: str) -> str:
+    return quote(text, safe="/:+= ,()[]")

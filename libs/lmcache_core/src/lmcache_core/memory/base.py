@@ -1,0 +1,146 @@
+"""Interfaces of memory: the format of a chunk, the reference-counted object that holds one, the allocator.
+
+No torch at run time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lmcache_core.memory.dtypes import num_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MemoryFormat(Enum):
+    """How the bytes of a memory object are to be read. The numbers are documented and never change."""
+
+    UNDEFINED = 0
+    KV_BLOB = 1
+    """`[2, num_layers, num_tokens, hidden_dim]`"""
+    BINARY = 2
+    """A compressed or otherwise encoded array."""
+    BINARY_BUFFER = 3
+    """Encoded bytes outside any arena."""
+
+    def token_dim(self) -> int:
+        """Which dimension counts tokens."""
+        return 2 if self is MemoryFormat.KV_BLOB else 0
+
+
+@dataclass
+class MemoryObjMetadata:
+    """What a memory object holds and where.
+
+    Attributes:
+        shape: Shape of the tensor in it (`torch.Size` is a tuple of ints).
+        dtype: `torch.dtype`, its name, or None for plain bytes.
+        address: Offset in the arena, bytes.
+        phy_size: Bytes taken from the arena, alignment included.
+        ref_count: References held; at zero the memory is free again.
+        fmt: How to read it.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype | str | None
+    address: int
+    phy_size: int
+    ref_count: int
+    fmt: MemoryFormat = MemoryFormat.UNDEFINED
+
+    def get_size(self) -> int:
+        """Bytes of the content, without alignment."""
+        return num_bytes(self.shape, self.dtype if self.dtype is not None else "uint8")
+
+
+class MemoryObj(ABC):
+    """A reference-counted piece of memory. Whoever holds a reference gives it back: `with obj:` or `ref_count_down()`."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> MemoryObjMetadata:
+        """What it holds. Not a copy: do not change it."""
+
+    @abstractmethod
+    def get_memory_format(self) -> MemoryFormat:
+        """How to read it."""
+
+    @abstractmethod
+    def ref_count_up(self) -> None:
+        """Take one more reference."""
+
+    @abstractmethod
+    def ref_count_down(self) -> None:
+        """Give one reference back; the last one frees the memory."""
+
+    @abstractmethod
+    def get_ref_count(self) -> int:
+        """References held now."""
+
+    @property
+    @abstractmethod
+    def byte_array(self) -> memoryview:
+        """The content as bytes, `get_size()` of them, sharing memory. Valid while a reference is held."""
+
+    @property
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The content as a tensor of `metadata.shape` and `metadata.dtype`, sharing memory. Needs torch."""
+
+    def get_size(self) -> int:
+        """Bytes of the content, without alignment."""
+        return self.metadata.get_size()
+
+    def __enter__(self) -> MemoryObj:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.ref_count_down()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FreeBlock:
+    """A free extent `[start, start + size)` of an arena, bytes."""
+
+    start: int
+    size: int
+
+    def can_be_coalesced(self, succ: FreeBlock) -> bool:
+        """Whether `succ` begins where this block ends."""
+        return self.start + self.size == succ.start
+
+
+class MemoryAllocatorInterface(ABC):
+    """Hands out memory objects."""
+
+    @abstractmethod
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat = MemoryFormat.UNDEFINED
+    ) -> MemoryObj | None:
+        """Memory for a tensor of that shape and dtype.
+
+        Returns:
+            An object with one reference, which the caller owns; its content is undefined. None when there is no room.
+        """
+
+    @abstractmethod
+    def free(self, memory_obj: MemoryObj) -> None:
+        """Take the memory back. Not for callers: give references back with `ref_count_down` instead."""
+
+    @abstractmethod
+    def get_ref_count(self, memory_obj: MemoryObj) -> int:
+        """References held on that object."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Compare the books: free + used is the capacity, nothing overlaps, neighbours are coalesced.
+
+        Raises:
+            IntegrityError: They do not balance.
+        """

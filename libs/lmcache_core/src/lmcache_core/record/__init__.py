@@ -1,0 +1,34 @@
+"""The record: chunk bytes with identity and digest, the one container for every crossing. No torch."""
+
+from lmcache_core.record.codec import (
+    HEAD_ALIGN_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PREFIX_BYTES,
+    RecordPrefix,
+    decode_head,
+    decode_prefix,
+    encode_head,
+    verify_payload,
+)
+from lmcache_core.record.digest import payload_digest
+from lmcache_core.record.header import RAW_SERDE, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
+
+__all__ = [
+    "Extension",
+    "HEAD_ALIGN_BYTES",
+    "MAX_HEAD_BYTES",
+    "MAX_PAYLOAD_BYTES",
+    "PREFIX_BYTES",
+    "RAW_SERDE",
+    "RecordHeader",
+    "RecordPrefix",
+    "RecordReason",
+    "TensorSpec",
+    "decode_head",
+    "decode_prefix",
+    "encode_head",
+    "payload_digest",
+    "raw_header",
+    "verify_payload",
+]

@@ -1,0 +1,125 @@
+"""Bytes of a record: prefix, header, checksum, payload.
+
+Source: `docs/protocols.md`, "Record". Golden vectors: `tests/contract/golden/records.json`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record.digest import payload_digest
+from lmcache_core.record.header import RecordHeader, RecordReason
+
+MAGIC = b"LMKV"
+VERSION = 1
+PREFIX_BYTES = 24
+CHECKSUM_BYTES = 16
+HEAD_ALIGN_BYTES = 512
+MAX_HEAD_BYTES = 64 << 10
+MAX_PAYLOAD_BYTES = 4 << 30
+
+_PREFIX = struct.Struct("<4sHHIIQ")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(RecordHeader)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPrefix:
+    """The fixed first bytes of a record: how long the rest is.
+
+    Attributes:
+        head_bytes: Prefix, header, padding and checksum; where the payload begins.
+        header_bytes: The header alone.
+        payload_bytes: The payload.
+    """
+
+    head_bytes: int
+    header_bytes: int
+    payload_bytes: int
+
+
+def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
+    """Everything of a record but its payload; a multiple of `HEAD_ALIGN_BYTES` long.
+
+    Raises:
+        RecordError: The header does not fit its bounds or that payload.
+    """
+    header.check(payload_bytes)
+    encoded = _ENCODER.encode(header)
+    needed = PREFIX_BYTES + len(encoded) + CHECKSUM_BYTES
+    units = -(-needed // HEAD_ALIGN_BYTES)
+    if units * HEAD_ALIGN_BYTES > MAX_HEAD_BYTES or not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES:
+        raise RecordError(RecordReason.BOUNDS, f"head of {needed} bytes, payload of {payload_bytes} bytes")
+    prefix = _PREFIX.pack(MAGIC, VERSION, units, len(encoded), 0, payload_bytes)
+    padding = bytes(units * HEAD_ALIGN_BYTES - needed)
+    covered = b"".join((prefix, encoded, padding))
+    return covered + xxhash.xxh3_128_digest(covered)
+
+
+def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
+    """Read the first `PREFIX_BYTES` of a record, to learn how long its head and payload are.
+
+    Raises:
+        RecordError: Too short, not a record, another version, or lengths out of bounds.
+    """
+    if len(data) < PREFIX_BYTES:
+        raise RecordError(RecordReason.SHORT, f"{len(data)} bytes, a record begins with {PREFIX_BYTES}")
+    magic, version, units, header_bytes, reserved, payload_bytes = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise RecordError(RecordReason.MAGIC)
+    if version != VERSION:
+        raise RecordError(RecordReason.VERSION, str(version))
+    head_bytes = units * HEAD_ALIGN_BYTES
+    spare = head_bytes - PREFIX_BYTES - header_bytes - CHECKSUM_BYTES
+    if reserved or head_bytes > MAX_HEAD_BYTES or not 0 <= spare < HEAD_ALIGN_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise RecordError(RecordReason.BOUNDS, f"head {head_bytes}, header {header_bytes}, payload {payload_bytes} bytes")
+    return RecordPrefix(head_bytes, header_bytes, payload_bytes)
+
+
+def decode_head(head: bytes | bytearray | memoryview, expected: CacheEngineKey | None = None) -> tuple[RecordHeader, int]:
+    """Read and check the head of a record.
+
+    Args:
+        head: Exactly the head: `RecordPrefix.head_bytes` bytes.
+        expected: The key that was asked for; another one is refused.
+
+    Returns:
+        The header and the payload's length.
+
+    Raises:
+        RecordError: Anything is wrong with it.
+    """
+    prefix = decode_prefix(head)
+    if len(head) != prefix.head_bytes:
+        raise RecordError(RecordReason.SHORT, f"{len(head)} bytes of a head of {prefix.head_bytes}")
+    view = memoryview(head)
+    covered = view[: prefix.head_bytes - CHECKSUM_BYTES]
+    if xxhash.xxh3_128_digest(covered) != bytes(view[prefix.head_bytes - CHECKSUM_BYTES :]):
+        raise RecordError(RecordReason.HEAD_CHECKSUM)
+    header_end = PREFIX_BYTES + prefix.header_bytes
+    if any(covered[header_end:]):
+        raise RecordError(RecordReason.BOUNDS, "padding is not zero")
+    try:
+        header = _DECODER.decode(view[PREFIX_BYTES:header_end])
+    except msgspec.DecodeError as exc:
+        raise RecordError(RecordReason.HEADER, str(exc)) from exc
+    header.check(prefix.payload_bytes)
+    if expected is not None and header.key != expected.canonical():
+        raise RecordError(RecordReason.WRONG_KEY)
+    return header, prefix.payload_bytes
+
+
+def verify_payload(header: RecordHeader, payload: bytes | bytearray | memoryview) -> None:
+    """Compare a payload with the digest in its header.
+
+    Raises:
+        RecordError: They differ.
+    """
+    if payload_digest(payload) != header.digest:
+        raise RecordError(RecordReason.DIGEST)

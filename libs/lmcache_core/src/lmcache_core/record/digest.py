@@ -1,0 +1,12 @@
+"""The digest of a payload: xxh3-128, 16 bytes in its canonical (big-endian) form."""
+
+from __future__ import annotations
+
+import xxhash
+
+DIGEST_BYTES = 16
+
+
+def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128 of the payload. Releases the GIL while it reads."""
+    return xxhash.xxh3_128_digest(payload)

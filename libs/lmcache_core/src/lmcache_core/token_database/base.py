@@ -1,0 +1,48 @@
+"""Interface of token databases."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_core.keys import CacheEngineKey
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalSpan:
+    """An image, sound or video whose placeholder tokens cover `[offset, offset + length)` of the sequence.
+
+    Attributes:
+        content_hash: Hash of the content, 1 to 255 bytes; two contents never share one.
+        offset: First placeholder token.
+        length: Number of placeholder tokens.
+    """
+
+    content_hash: bytes
+    offset: int
+    length: int
+
+
+class TokenDatabase(ABC):
+    """Turns tokens into the keys of their chunks."""
+
+    @abstractmethod
+    def process_tokens(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Iterable[tuple[int, int, CacheEngineKey]]:
+        """Cut tokens into chunks and name each.
+
+        Args:
+            tokens: Token ids, shape `[seq_len]`, any integer dtype, on CPU.
+            mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the chunk size. Masked chunks
+                take part in the hashes but are not yielded.
+
+        Returns:
+            `(start, end, key)` of each chunk, in order; the last one may be shorter than the others.
+
+        Raises:
+            ValueError: The mask is not of that form, or a token id is negative or above 2^32-1.
+        """
