@@ -1,0 +1,228 @@
+"""The token file: which bearer token belongs to which tenant, in which role.
+
+```yaml
+tokens:
+  - {name: vllm-prod, tenant: prod, role: client, token_sha256: 2f1a…}
+  - {name: operator, tenant: prod, role: admin, token: at least sixteen characters}
+```
+Only digests are kept in memory. A token is high-entropy random text, so that one SHA-256 is enough: there is nothing to stretch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import yaml
+
+from lmcache_core.errors import AuthenticationError, ConfigError
+from lmcache_core.security.names import validate_tenant
+
+Role = Literal["client", "admin"]
+
+MAX_TOKEN_FILE_BYTES: Final = 1 << 20
+MAX_TOKENS: Final = 1024
+MIN_TOKEN_CHARS: Final = 16
+MAX_TOKEN_CHARS: Final = 512
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller.
+
+    Attributes:
+        tenant: The namespace of all that it stores and reads.
+        role: `admin` may do all that `client` may, and also clear, evict and drain.
+        name: For logs; unique in its token file. Never a secret.
+    """
+
+    tenant: str
+    role: Role
+    name: str
+
+
+_ANONYMOUS: Final = Principal("default", "admin", "anonymous")
+
+
+class _TokenEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    tenant: str
+    role: Role
+    token_sha256: str | None = None
+    token: str | None = None
+
+
+class _TokenFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    tokens: list[_TokenEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class _Credential:
+    digest: bytes = field(repr=False)
+    principal: Principal
+
+
+class TokenTable:
+    """Maps a bearer token to its principal. Build it with `from_file` or `anonymous`.
+
+    Safe to share between threads: a reload swaps one immutable tuple.
+    """
+
+    def __init__(self, credentials: Sequence[_Credential], source: Path | None, fingerprint: tuple[int, ...] | None = None) -> None:
+        self._credentials = tuple(credentials)
+        self._source = source
+        self._fingerprint = fingerprint
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TokenTable:
+        """Read a token file.
+
+        Raises:
+            ConfigError: It cannot be read, or an entry is wrong. The text names file, entry and fix, and shows no secret.
+        """
+        source = Path(path)
+        data, fingerprint = _read(source)
+        return cls(_parse(data, source), source, fingerprint)
+
+    @classmethod
+    def anonymous(cls) -> TokenTable:
+        """A table that takes anyone, with any token or none, for `Principal("default", "admin", "anonymous")`."""
+        return cls((), None)
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether every caller is let in."""
+        return self._source is None
+
+    def authenticate(self, token: str | None) -> Principal:
+        """Find who a token belongs to. Time depends on the number of entries, not on which one matches.
+
+        Raises:
+            AuthenticationError: The token is missing or unknown.
+        """
+        if self._source is None:
+            return _ANONYMOUS
+        if not token:
+            raise AuthenticationError("a bearer token is required")
+        if len(token) > MAX_TOKEN_CHARS:
+            raise AuthenticationError("the token is unknown")
+        digest = _digest(token)
+        found: Principal | None = None
+        for credential in self._credentials:
+            if hmac.compare_digest(credential.digest, digest):
+                found = credential.principal
+        if found is None:
+            raise AuthenticationError("the token is unknown")
+        return found
+
+    def reload_if_changed(self) -> bool:
+        """Read the file again if it changed since the last read. Does file I/O.
+
+        A file that went bad leaves the last good table in force, and is reported once per change.
+
+        Returns:
+            True when a new table took over.
+
+        Raises:
+            ConfigError: The changed file is missing or wrong.
+        """
+        if self._source is None:
+            return False
+        seen = _stat(self._source)
+        if seen == self._fingerprint:
+            return False
+        self._fingerprint = seen
+        data, self._fingerprint = _read(self._source)
+        self._credentials = _parse(data, self._source)
+        return True
+
+    def __repr__(self) -> str:
+        if self._source is None:
+            return "TokenTable(anonymous)"
+        return f"TokenTable({str(self._source)!r}, num_tokens={len(self._credentials)})"
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+def _identify(stat: os.stat_result) -> tuple[int, ...]:
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _stat(path: Path) -> tuple[int, ...] | None:
+    try:
+        return _identify(path.stat())
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> tuple[bytes, tuple[int, ...]]:
+    """Bytes and identity of one and the same file, though it may be replaced while we look."""
+    try:
+        with path.open("rb") as file:
+            fingerprint = _identify(os.fstat(file.fileno()))
+            data = file.read(MAX_TOKEN_FILE_BYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"token file {path}: {exc.strerror or exc}; create it or correct the path") from exc
+    if len(data) > MAX_TOKEN_FILE_BYTES:
+        raise ConfigError(f"token file {path}: larger than {MAX_TOKEN_FILE_BYTES} bytes; remove tokens that nobody uses")
+    return data, fingerprint
+
+
+def _parse(data: bytes, path: Path) -> tuple[_Credential, ...]:
+    """Errors are raised `from None`: the parsers' own messages quote the file, and with it tokens."""
+    try:
+        raw = yaml.safe_load(data)
+    except yaml.MarkedYAMLError as exc:
+        line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
+        raise ConfigError(f"token file {path}: line {line} is not YAML; correct it") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: impossible dates and numbers
+        raise ConfigError(f"token file {path}: not YAML; correct it") from None
+    try:
+        entries = msgspec.convert(raw, _TokenFile).tokens
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"token file {path}: {exc}; an entry is {{name, tenant, role, token_sha256 | token}}") from None
+    if not 1 <= len(entries) <= MAX_TOKENS:
+        raise ConfigError(f"token file {path}: tokens has {len(entries)} entries; list 1 to {MAX_TOKENS}")
+    credentials = tuple(_credential(entry, f"token file {path}: tokens[{index}]") for index, entry in enumerate(entries))
+    if len({credential.principal.name for credential in credentials}) != len(credentials):
+        raise ConfigError(f"token file {path}: two entries share a name; give each its own")
+    if len({credential.digest for credential in credentials}) != len(credentials):
+        raise ConfigError(f"token file {path}: two entries share a token; give each its own")
+    return credentials
+
+
+def _credential(entry: _TokenEntry, where: str) -> _Credential:
+    if _NAME.fullmatch(entry.name) is None:
+        raise ConfigError(f"{where}: name must match {_NAME.pattern}; rename it")
+    where = f"{where} ({entry.name})"
+    try:
+        tenant = validate_tenant(entry.tenant)
+    except ValueError as exc:
+        raise ConfigError(f"{where}: tenant {entry.tenant[:80]!r}: {exc}; rename it") from None
+    if (entry.token is None) == (entry.token_sha256 is None):
+        raise ConfigError(f"{where}: give exactly one of token and token_sha256")
+    if entry.token_sha256 is not None:
+        if _DIGEST.fullmatch(entry.token_sha256) is None:
+            raise ConfigError(
+                f"{where}: token_sha256 is not 64 hex digits; write the output of `sha256sum` over the token without a newline"
+            )
+        digest = bytes.fromhex(entry.token_sha256)
+    else:
+        token = entry.token or ""
+        if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+            limits = f"{MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS}"
+            raise ConfigError(f"{where}: token must be {limits} visible ASCII characters; make one with `openssl rand -hex 32`")
+        digest = _digest(token)
+    return _Credential(digest, Principal(tenant, entry.role, entry.name))

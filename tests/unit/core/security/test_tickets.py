@@ -1,0 +1,173 @@
+import base64
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_core.errors import AuthenticationError, ConfigError
+from lmcache_core.security import Ticket, TicketSigner, TicketVerifier, parse_ticket_keys, read_ticket_keys
+
+KEYS = {"k1": b"1" * 32, "k2": b"2" * 32}
+NOW = 1_700_000_000_000
+SECRET = base64.b64encode(b"s" * 32).decode()
+
+
+def clock_at(now_ms: int) -> Callable[[], int]:
+    return lambda: now_ms
+
+
+def make(active: str = "k1", instance: str = "peer-a", tenant: str = "prod", expires: int = NOW + 10_000) -> str:
+    return TicketSigner(KEYS, active).sign(instance=instance, requester="peer-b", tenant=tenant, expires_unix_ms=expires)
+
+
+def verifier(now_ms: int = NOW, **options: int) -> TicketVerifier:
+    return TicketVerifier(KEYS, "peer-a", clock_at(now_ms), **options)
+
+
+def test_what_was_signed_is_what_is_read() -> None:
+    assert verifier().verify(make()) == Ticket("k1", "peer-a", "peer-b", "prod", NOW + 10_000)
+
+
+def test_golden_ticket() -> None:
+    assert make() == ("v1.laJrMaZwZWVyLWGmcGVlci1ipHByb2TPAAABi8_ljxA.qRou_emqshTEsaglpaXSFXREGGUqtnRmjHCI1dz0aeg")
+
+
+CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_+/=.~ \n\0é"
+
+
+@given(st.data())
+def test_any_one_character_change_is_refused(data: st.DataObject) -> None:
+    text = make(active=data.draw(st.sampled_from(["k1", "k2"])))
+    at = data.draw(st.integers(0, len(text)))
+    char = data.draw(st.one_of(st.sampled_from(CHARACTERS), st.characters()))
+    kind = data.draw(st.sampled_from(["replace", "insert", "delete"]))
+    rest = text[at:] if kind == "insert" else text[at + 1 :]
+    changed = text[:at] + ("" if kind == "delete" else char) + rest
+    if changed == text:
+        return
+    with pytest.raises(AuthenticationError):
+        verifier().verify(changed)
+
+
+def test_every_spelling_of_every_character_is_refused() -> None:
+    text, check = make(), verifier()
+    for at in range(len(text)):
+        for char in CHARACTERS:
+            if char != text[at]:
+                with pytest.raises(AuthenticationError):
+                    check.verify(text[:at] + char + text[at + 1 :])
+
+
+@given(st.one_of(st.text(max_size=200), st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x")))
+def test_hostile_text_is_refused(text: str) -> None:
+    with pytest.raises(AuthenticationError):
+        verifier().verify(text)
+
+
+@pytest.mark.parametrize("text", ["", "v1", "v1..", "v2." + "A" * 10 + ".B", "v1." + "A" * 5000 + ".B", "v1.\ud800.B", "." * 4096])
+def test_malformed_text_is_refused(text: str) -> None:
+    with pytest.raises(AuthenticationError, match="malformed"):
+        verifier().verify(text)
+
+
+PAYLOADS: list[object] = [
+    [],
+    ["k1"],
+    ["k1", "peer-a", "peer-b", "prod", "soon"],
+    ["k1", "peer-a", "peer-b", "prod", NOW + 1],
+    ["k1", "peer-a", "peer-b", "prod", NOW + 1, "more"],
+    {},
+    [[[[]]]],
+]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_payload_that_nobody_signed_is_refused_whatever_it_holds(payload: object) -> None:
+    encoded = base64.urlsafe_b64encode(msgspec.msgpack.encode(payload)).rstrip(b"=").decode()
+    with pytest.raises(AuthenticationError):
+        verifier().verify(f"v1.{encoded}.{'A' * 43}")
+
+
+def test_expiry_and_skew() -> None:
+    text = make(expires=NOW)
+    assert verifier(NOW + 1_999).verify(text)
+    with pytest.raises(AuthenticationError, match="expired"):
+        verifier(NOW + 2_000).verify(text)
+    with pytest.raises(AuthenticationError, match="expired"):
+        verifier(NOW, skew_ms=0).verify(text)
+
+
+def test_a_ticket_for_another_instance_is_refused() -> None:
+    with pytest.raises(AuthenticationError, match="another instance"):
+        verifier().verify(make(instance="peer-c"))
+
+
+def test_rotation() -> None:
+    old_only = TicketVerifier({"k1": KEYS["k1"]}, "peer-a", clock_at(NOW))
+    assert verifier().verify(make("k1")).key_id == "k1"
+    assert verifier().verify(make("k2")).key_id == "k2"
+    with pytest.raises(AuthenticationError, match="unknown"):
+        old_only.verify(make("k2"))
+    swapped = TicketVerifier({"k1": KEYS["k2"]}, "peer-a", clock_at(NOW))
+    with pytest.raises(AuthenticationError, match="code"):
+        swapped.verify(make("k1"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("instance", "a/b"), ("requester", ""), ("tenant", "Prod"), ("expires_unix_ms", 0)])
+def test_a_signer_refuses_bad_fields(field: str, value: str | int) -> None:
+    fields = {"instance": "a", "requester": "b", "tenant": "t", "expires_unix_ms": NOW} | {field: value}
+    with pytest.raises(ValueError):
+        TicketSigner(KEYS, "k1").sign(**fields)  # type: ignore[arg-type]
+
+
+def test_bad_keys_are_refused() -> None:
+    for keys, active in [({}, "k1"), ({"k1": b"short"}, "k1"), ({"k 1": b"1" * 32}, "k 1"), (KEYS, "k3")]:
+        with pytest.raises(ConfigError):
+            TicketSigner(keys, active)
+    with pytest.raises(ConfigError):
+        TicketVerifier({f"k{i}": b"1" * 32 for i in range(17)}, "peer-a")
+    with pytest.raises(ValueError):
+        TicketVerifier(KEYS, "not an id")
+
+
+def test_key_entries_keep_their_order() -> None:
+    keys = parse_ticket_keys([f"new:{SECRET}", f" old:{SECRET.rstrip('=')} "])
+    assert list(keys) == ["new", "old"]
+    assert keys["new"] == keys["old"] == b"s" * 32
+    tricky = bytes(range(240, 256)) + b"\xff" * 16
+    assert parse_ticket_keys([f"k:{base64.urlsafe_b64encode(tricky).decode()}"]) == {"k": tricky}
+
+
+@pytest.mark.parametrize(
+    ("entries", "complaint"),
+    [
+        ([], "no key"),
+        (["k1"], "id:base64"),
+        (["k1:%%%%"], "not base64"),
+        (["k1:A"], "not base64"),
+        (["k1:QUJD"], "has 3 bytes"),
+        ([f":{SECRET}"], "id matches"),
+        ([f"k1:{SECRET}", f"k1:{SECRET}"], "twice"),
+        ([f"k{i}:{SECRET}" for i in range(17)], "more than 16"),
+    ],
+)
+def test_bad_key_entries(entries: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        parse_ticket_keys(entries)
+    assert SECRET not in str(error.value)
+
+
+def test_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# rotated in spring\n\nk2:{SECRET}\n  k1:{SECRET}\n")
+    assert list(read_ticket_keys(path)) == ["k2", "k1"]
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not ASCII"):
+        read_ticket_keys(path)
+    path.write_text("#" * 20_000)
+    with pytest.raises(ConfigError, match="larger"):
+        read_ticket_keys(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_ticket_keys(tmp_path / "absent")
