@@ -1,5 +1,6 @@
 """The record: chunk bytes with identity and digest, the one container for every crossing. No torch."""
 
+from lmcache_core.record.chunk import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.record.codec import (
     HEAD_ALIGN_BYTES,
     MAX_HEAD_BYTES,
@@ -15,15 +16,20 @@ from lmcache_core.record.digest import payload_digest
 from lmcache_core.record.header import RAW_SERDE, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
 
 __all__ = [
+    "Allocate",
+    "Chunk",
     "Extension",
     "HEAD_ALIGN_BYTES",
     "MAX_HEAD_BYTES",
     "MAX_PAYLOAD_BYTES",
+    "Miss",
+    "MissReason",
     "PREFIX_BYTES",
     "RAW_SERDE",
     "RecordHeader",
     "RecordPrefix",
     "RecordReason",
+    "Result",
     "TensorSpec",
     "decode_head",
     "decode_prefix",
