@@ -14,12 +14,14 @@ from lmcache_core.record.codec import (
 )
 from lmcache_core.record.digest import payload_digest
 from lmcache_core.record.header import RAW_SERDE, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
+from lmcache_core.record.hot_verifier import HotVerifier
 
 __all__ = [
     "Allocate",
     "Chunk",
     "Extension",
     "HEAD_ALIGN_BYTES",
+    "HotVerifier",
     "MAX_HEAD_BYTES",
     "MAX_PAYLOAD_BYTES",
     "Miss",

@@ -46,3 +46,7 @@ class TokenDatabase(ABC):
         Raises:
             ValueError: The mask is not of that form, or a token id is negative or above 2^32-1.
         """
+
+    @abstractmethod
+    def use_salt(self, salt: str) -> None:
+        """Make the salt part of every key from now on."""

@@ -38,6 +38,10 @@ class ChunkedTokenDatabase(TokenDatabase):
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         return self._named_chunks(ids, num_skipped, spans)
 
+    def use_salt(self, salt: str) -> None:
+        """See `TokenDatabase.use_salt`."""
+        self._root = identity_root(self._metadata, salt)
+
     def _named_chunks(
         self, ids: npt.NDArray[np.uint32], num_skipped: int, spans: Sequence[MultimodalSpan]
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:

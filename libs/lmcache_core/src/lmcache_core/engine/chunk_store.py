@@ -1,0 +1,47 @@
+"""What the engine needs of storage. Embedded and sidecar mode differ in which object stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk
+
+
+class ChunkStore(Protocol):
+    """Chunks by key, in memory that this process can read and write. Thread-safe; nothing here raises for a missing tier."""
+
+    def open(self, on_salt: Callable[[str], None]) -> None:
+        """Start. `on_salt` is called, then and later, when the store knows the salt of this process's tenant."""
+
+    def close(self) -> None:
+        """Finish or abandon background writes by deadline and stop. Idempotent."""
+
+    def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
+        """How many chunks, from the first, are cached in the tiers named (any tier when None)."""
+
+    def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Begin to lift chunks into host memory; returns at once."""
+
+    def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
+        """Memory to fill, one object a shape, None where there is no room. Each goes on to `put` (then `release`) or to `abort`."""
+
+    def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Make filled memory visible under its key. The caller still owns its references."""
+
+    def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
+        """The longest prefix of these chunks that can be had in time, verified. Each goes to `release` when it has been copied.
+
+        What is missing is counted with its reason.
+        """
+
+    def release(self, chunks: Sequence[Chunk]) -> None:
+        """Give the references of these chunks back."""
+
+    def abort(self, memories: Sequence[MemoryObj]) -> None:
+        """Give reserved memory back unused."""
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Figures by tier."""

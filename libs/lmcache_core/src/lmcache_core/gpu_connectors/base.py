@@ -1,0 +1,36 @@
+"""Interface of GPU connectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from lmcache_core.memory.base import MemoryObj
+
+
+class GPUConnectorInterface(ABC):
+    """Copies the KV of `[start, end)` between a serving engine's memory and a memory object in KV_BLOB format."""
+
+    @abstractmethod
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Fill the memory object, whose shape is `get_shape(end - start)`, from the serving engine.
+
+        Args:
+            memory_obj: Filled; the caller holds a reference.
+            start: First token.
+            end: One behind the last token.
+            **kwargs: The serving engine's memory, as each connector defines it.
+
+        Raises:
+            ValueError: A kwarg is missing, or engine memory or memory object do not have the declared shape, dtype or format.
+        """
+
+    @abstractmethod
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Fill the serving engine's memory from the memory object. Arguments and errors as in `from_gpu`."""
+
+    @abstractmethod
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Shape of the memory object for that many tokens: `[2, num_layers, num_tokens, hidden_dim]`."""

@@ -1,0 +1,188 @@
+"""The tiers of one process as one: hot memory in front, slower tiers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.write_behind import WriteBehind
+
+DEFAULT_TIMEOUT_S = 2.0
+DEFAULT_PENDING_SHARE = 4
+"""Writes that wait may hold one part in this many of the hot tier."""
+
+
+class StackListener(Protocol):
+    """Hears what tiers keep and forget; called on the loop, must not block."""
+
+    def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
+        """That tier now holds the chunk, complete and readable."""
+
+
+class TierStack:
+    """Tiers in order of speed. All calls are batched and run on one event loop.
+
+    Args:
+        hot: The host-memory tier; every chunk that enters the process lands in its arena.
+        lower: Slower tiers, fastest first; opened and closed by the stack.
+        listener: Hears of chunks that tiers of this process have kept.
+        keep_hot: Keep chunks in host memory; False uses it only on the way through.
+    """
+
+    def __init__(
+        self,
+        hot: LocalCPUBackend,
+        lower: Sequence[StorageBackend] = (),
+        listener: StackListener | None = None,
+        keep_hot: bool = True,
+    ) -> None:
+        self.hot = hot
+        self.lower = tuple(lower)
+        self._listener = listener
+        self._keep_hot = keep_hot
+        pending_bytes = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
+        self._writers = [WriteBehind(tier, pending_bytes, self._written) for tier in self.lower]
+
+    async def open(self) -> None:
+        """Open every tier."""
+        await self.hot.open()
+        for tier in self.lower:
+            await tier.open()
+        for writer in self._writers:
+            writer.open()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent."""
+        await asyncio.gather(*(writer.close(drain_s) for writer in self._writers))
+        for tier in (*self.lower, self.hot):
+            await tier.close()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until every accepted chunk has reached (or failed to reach) the slower tiers; False when that took too long."""
+        return all(await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers)))
+
+    def allocate(self, num_bytes: int) -> MemoryObj | None:
+        """Arena memory, by eviction if need be; one reference owned by the caller."""
+        return self.hot.allocate(num_bytes)
+
+    async def batched_tiers(
+        self, keys: Sequence[ChunkKey], timeout_s: float = DEFAULT_TIMEOUT_S, search_range: Sequence[str] | None = None
+    ) -> list[str | None]:
+        """For each chunk the fastest tier that has it, or None; tiers outside `search_range` (all when None) are not asked."""
+        found: list[str | None] = [None] * len(keys)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for tier in (self.hot, *self.lower):
+            missing = [i for i, name in enumerate(found) if name is None]
+            if not missing:
+                break
+            if search_range is not None and tier.name not in search_range:
+                continue
+            for i, has in zip(missing, await self._ask(tier, [keys[i] for i in missing], deadline), strict=True):
+                found[i] = tier.name if has else None
+        return found
+
+    async def batched_get(self, keys: Sequence[ChunkKey], timeout_s: float = DEFAULT_TIMEOUT_S, prefix_only: bool = False) -> list[Result]:
+        """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
+
+        Args:
+            keys: Their names.
+            timeout_s: Deadline for the whole call; what has not come by then is a miss.
+            prefix_only: Give back nothing behind the first miss.
+
+        Returns:
+            Results in the order of the keys; the caller owns every chunk.
+        """
+        hot = self.hot.get_many(keys)
+        results: list[Result] = [self.hot.miss(key) if chunk is None else chunk for key, chunk in zip(keys, hot, strict=True)]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            for tier in self.lower:
+                missing = [i for i, result in enumerate(results) if isinstance(result, Miss)]
+                if not missing:
+                    break
+                await self._fill(tier, keys, missing, results, deadline)
+        except BaseException:
+            _release(results, 0)
+            raise
+        if prefix_only:
+            num_prefix = next((i for i, result in enumerate(results) if isinstance(result, Miss)), len(results))
+            _release(results, num_prefix)
+        return results
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed)."""
+        kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
+        for chunk, is_kept in zip(chunks, kept, strict=True):
+            if is_kept:
+                if self._keep_hot:
+                    self._written(chunk, self.hot.name)
+                for writer in self._writers:
+                    writer.offer(chunk)
+        return kept
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks in every tier of this stack; how many were in the one that held most."""
+        counts = [await tier.batched_remove(keys) for tier in (self.hot, *self.lower)]
+        return max(counts, default=0)
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """Forget everything (of that tenant) in every tier of this stack; how many were in the one that held most."""
+        counts = [await tier.clear(tenant) for tier in (self.hot, *self.lower)]
+        return max(counts, default=0)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Figures of every tier, by its name."""
+        figures = {tier.name: dict(tier.stats()) for tier in (self.hot, *self.lower)}
+        for tier, writer in zip(self.lower, self._writers, strict=True):
+            figures[tier.name] |= {
+                "pending_write_bytes": writer.pending_bytes,
+                "dropped_writes": writer.num_dropped,
+                "failed_writes": writer.num_failed,
+            }
+        return figures
+
+    async def _ask(self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await tier.batched_contains(keys)
+        except (TimeoutError, UnavailableError):
+            return [False] * len(keys)
+
+    async def _fill(
+        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], deadline: float
+    ) -> None:
+        wanted = [keys[i] for i in missing]
+        try:
+            async with asyncio.timeout_at(deadline):
+                got = await tier.batched_get(wanted, self.hot.allocate)
+        except TimeoutError:
+            got = [Miss(MissReason.DEADLINE)] * len(wanted)
+        except UnavailableError:
+            got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
+        arrived = [result for result in got if isinstance(result, Chunk)]
+        if self._keep_hot:
+            for chunk, is_kept in zip(arrived, self.hot.put_many(arrived), strict=True):
+                if is_kept:
+                    self._written(chunk, self.hot.name)
+        for i, result in zip(missing, got, strict=True):
+            if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:
+                results[i] = result
+
+    def _written(self, chunk: Chunk, tier: str) -> None:
+        if self._listener is not None:
+            self._listener.stored(chunk.key, tier, chunk.num_bytes)
+
+
+def _release(results: list[Result], start: int) -> None:
+    for i in range(start, len(results)):
+        result = results[i]
+        if isinstance(result, Chunk):
+            result.release()
+            results[i] = Miss(MissReason.NEVER_STORED)

@@ -1,0 +1,107 @@
+"""Background writes to a slower tier: bounded in bytes and chunks, dropped and counted beyond, joined at close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import UnavailableError
+from lmcache_core.record import Chunk
+from lmcache_core.storage.base import StorageBackend
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_CHUNKS = 1024
+BATCH_CHUNKS = 16
+
+
+class WriteBehind:
+    """Writes chunks to one tier, later and in order.
+
+    Args:
+        backend: The tier.
+        max_pending_bytes: Bound on the bytes that wait (each keeps its arena memory from being evicted).
+        on_written: Called on the loop with every chunk that the tier has kept.
+    """
+
+    def __init__(self, backend: StorageBackend, max_pending_bytes: int, on_written: Callable[[Chunk, str], None]) -> None:
+        self._backend = backend
+        self._max_pending_bytes = max_pending_bytes
+        self._on_written = on_written
+        self._pending: deque[Chunk] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tasks = TaskSupervisor(f"write-behind/{backend.name}")
+        self.pending_bytes = 0
+        self.num_dropped = 0
+        self.num_failed = 0
+
+    def open(self) -> None:
+        """Start the writer."""
+        self._tasks.start("writer", self._write_forever())
+
+    def offer(self, chunk: Chunk) -> bool:
+        """Take a reference on the chunk and write it soon; False (counted) when the bound is reached."""
+        size = chunk.num_bytes
+        if len(self._pending) >= MAX_PENDING_CHUNKS or self.pending_bytes + size > self._max_pending_bytes:
+            self.num_dropped += 1
+            return False
+        chunk.memory.ref_count_up()
+        self.pending_bytes += size
+        self._pending.append(chunk)
+        self._idle.clear()
+        self._wake.set()
+        return True
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is pending; False when that took longer than `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self, drain_s: float) -> None:
+        """Write what is pending for up to `drain_s` seconds, abandon the rest, join the writer."""
+        if drain_s > 0:
+            await self.drain(drain_s)
+        await self._tasks.close()
+        self.num_dropped += len(self._pending)
+        while self._pending:
+            self._settle(self._pending.popleft())
+
+    async def _write_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._pending:
+                batch = [self._pending.popleft() for _ in range(min(BATCH_CHUNKS, len(self._pending)))]
+                try:
+                    await self._write(batch)
+                finally:
+                    for chunk in batch:
+                        self._settle(chunk)
+            self._idle.set()
+
+    async def _write(self, batch: list[Chunk]) -> None:
+        kept = [False] * len(batch)
+        with contextlib.suppress(UnavailableError):
+            known = await self._backend.batched_contains([chunk.key for chunk in batch])
+            fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
+            answers = iter(await self._backend.batched_put(fresh))
+            kept = [is_known or next(answers) for is_known in known]
+        for chunk, is_kept in zip(batch, kept, strict=True):
+            if is_kept:
+                self._on_written(chunk, self._backend.name)
+            else:
+                self.num_failed += 1
+
+    def _settle(self, chunk: Chunk) -> None:
+        self.pending_bytes -= chunk.num_bytes
+        chunk.release()

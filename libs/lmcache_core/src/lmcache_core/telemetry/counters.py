@@ -1,0 +1,37 @@
+"""Thread-safe counters with at most one label."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+
+class Counters:
+    """A set of counters of one component; values only grow."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[tuple[str, str]] = Counter()
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Raise a counter.
+
+        Args:
+            name: One of `telemetry.names`.
+            amount: By how much, 0 or more.
+            label: Value of the counter's label (tier or reason), "" for none.
+        """
+        with self._lock:
+            self._values[name, label] += amount
+
+    def value(self, name: str, label: str | None = None) -> int:
+        """The counter's value with that label, or summed over all labels."""
+        with self._lock:
+            if label is not None:
+                return self._values[name, label]
+            return sum(value for (counter, _), value in self._values.items() if counter == name)
+
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """All values, by (name, label)."""
+        with self._lock:
+            return dict(self._values)
