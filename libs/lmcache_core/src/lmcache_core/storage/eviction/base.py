@@ -1,0 +1,44 @@
+"""The interface of an eviction policy: it orders keys, its tier owns the chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from lmcache_core.keys import ChunkKey
+
+
+class EvictionPolicy(ABC):
+    """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its own lock.
+
+    A policy belongs to exactly one tier. Every key is reported inserted once and removed once.
+    """
+
+    @abstractmethod
+    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
+        """The tier now holds that chunk.
+
+        Args:
+            key: A key that the policy does not know yet.
+            num_bytes: What the chunk takes of the tier's capacity.
+        """
+
+    @abstractmethod
+    def on_access(self, key: ChunkKey) -> None:
+        """A known chunk was read."""
+
+    @abstractmethod
+    def on_remove(self, key: ChunkKey) -> None:
+        """The tier gave a known chunk up, by eviction or on request."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[ChunkKey]:
+        """Keys in the order in which to give them up, each at most once, lazily.
+
+        Before it asks for the next key the caller either reports the last one removed or declines it; a declined key is in
+        use, which the policy may count as an access. Nothing else may be reported while the iterator is in use.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Keys known now."""
