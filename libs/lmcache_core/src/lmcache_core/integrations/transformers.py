@@ -1,0 +1,175 @@
+"""Hugging Face transformers: a causal LM whose prompts' KV comes from, and goes to, the cache.
+
+engine = LMCacheEngineBuilder.get_or_create("hf", config, metadata_of(model, name, config), connector_of(model))
+cached = CachedCausalLM(model, engine)
+answer = cached.generate(input_ids, max_new_tokens=32)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from transformers import DynamicCache, PreTrainedModel
+
+from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.memory.views import bytes_under
+
+KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+FMT = "huggingface"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one greedy generation gave.
+
+    Attributes:
+        tokens: Generated token ids.
+        num_prompt_tokens: Length of the prompt.
+        num_reused_tokens: How many of them were not computed.
+        time_to_first_token_s: From the call until the first token was chosen, seconds.
+    """
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    time_to_first_token_s: float
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Text that differs when any weight differs: the revision of a model that names none. Reads all weights once."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(bytes_under(tensor.detach().cpu().contiguous()))
+    return f"weights-{digest.hexdigest()}"
+
+
+def metadata_of(model: PreTrainedModel, model_name: str, config: LMCacheEngineConfig, revision: str | None = None) -> LMCacheEngineMetadata:
+    """Describe the KV of a model.
+
+    Args:
+        model: A causal LM with rotary attention, on one device.
+        model_name: Name under which its KV is shared.
+        config: Gives the chunk size.
+        revision: Revision of the weights; by default their fingerprint, so that other weights never share KV.
+    """
+    shape = (_num_layers(model), 2, config.chunk_size, _num_kv_heads(model), _head_size(model))
+    return LMCacheEngineMetadata(model_name, 1, 0, FMT, model.dtype, shape, revision=revision or weights_fingerprint(model))
+
+
+def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
+    """The GPU connector for a model's KV."""
+    return VLLMNestedTupleGPUConnector(_num_kv_heads(model) * _head_size(model), _num_layers(model))
+
+
+class CachedCausalLM:
+    """A causal LM in front of a cache engine.
+
+    Args:
+        model: In eval mode; not changed.
+        engine: Opened; made for this model (see `metadata_of`, `connector_of`). None computes everything.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine | None) -> None:
+        self._model = model
+        self._engine = engine
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Generation:
+        """Greedy generation; the prompt's KV is reused where cached and stored where not.
+
+        Args:
+            input_ids: Prompt, shape `[num_tokens]`, int64, at least one token.
+            max_new_tokens: How many tokens to generate at most, at least 1.
+            eos_token_id: Token that ends the generation.
+
+        Raises:
+            ValueError: The prompt is empty or not one-dimensional.
+        """
+        if input_ids.ndim != 1 or len(input_ids) == 0:
+            raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            cache, num_reused = self.load(input_ids)
+            logits = self._forward(input_ids[num_reused:], cache)
+            tokens = [int(logits.argmax())]
+            first_s = time.perf_counter() - begin
+            self.save(input_ids, cache, num_reused)
+            while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
+                tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=input_ids.device), cache).argmax()))
+        return Generation(tokens, len(input_ids), num_reused, first_s)
+
+    def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
+        """The cached KV of the prompt's longest prefix, fit for `past_key_values`.
+
+        At least one token is left to compute, since its logits are not cached.
+
+        Args:
+            input_ids: Prompt, shape `[num_tokens]`.
+
+        Returns:
+            The cache and the number of tokens in it.
+        """
+        cache = DynamicCache(config=self._model.config)
+        if self._engine is None:
+            return cache, 0
+        kvcaches = self._empty_kv(len(input_ids))
+        num_loaded = int(self._engine.retrieve(input_ids, kvcaches=kvcaches).sum())
+        num_reused = min(num_loaded, len(input_ids) - 1)
+        if num_reused:
+            for i, (k, v) in enumerate(kvcaches):
+                cache.update(_as_heads_first(k[:num_reused]), _as_heads_first(v[:num_reused]), i)
+        return cache, num_reused
+
+    def save(self, input_ids: torch.Tensor, cache: DynamicCache, num_known: int = 0) -> None:
+        """Store the prompt's KV.
+
+        Args:
+            input_ids: Prompt, shape `[num_tokens]`.
+            cache: KV of at least these tokens.
+            num_known: How many of them came from the cache; whole chunks of these are not stored again.
+        """
+        if self._engine is None:
+            return
+        chunk_size = self._engine.config.chunk_size
+        mask = torch.ones(len(input_ids), dtype=torch.bool)
+        mask[: num_known - num_known % chunk_size] = False
+        self._engine.store(input_ids, mask, kvcaches=tuple(_kv_of(cache)))
+
+    def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        output = self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def _empty_kv(self, num_tokens: int) -> KVCaches:
+        shape = (num_tokens, _num_kv_heads(self._model), _head_size(self._model))
+        options: dict[str, Any] = {"dtype": self._model.dtype, "device": self._model.device}
+        return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(_num_layers(self._model)))
+
+
+def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for layer in cache.layers:
+        yield layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
+
+
+def _as_heads_first(side: torch.Tensor) -> torch.Tensor:
+    return side.transpose(0, 1)[None].contiguous()
+
+
+def _num_layers(model: PreTrainedModel) -> int:
+    return int(model.config.num_hidden_layers)
+
+
+def _num_kv_heads(model: PreTrainedModel) -> int:
+    return int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    head_size = getattr(model.config, "head_dim", None)
+    return int(head_size or model.config.hidden_size // model.config.num_attention_heads)
