@@ -1,0 +1,148 @@
+"""What instances and broker tell each other (see `docs/protocols.md`, p2p_broker)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from lmcache_core.p2p.distributed_url import parse_distributed_url
+from lmcache_core.security.names import validate_instance_id
+
+PeerKind = Literal["sidecar", "storage"]
+
+MAX_CHUNKS_PER_TRANSFER: Final = 4096
+MAX_HOLDERS_PER_CHUNK: Final = 16
+MAX_PEERS_PER_LISTING: Final = 65536
+CHUNK_ID_BYTES: Final = 16
+
+_ShortText = Annotated[str, msgspec.Meta(max_length=300)]
+_ChunkIdText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads from its token.
+
+    Attributes:
+        id: The instance's id, unique in its tenant.
+        incarnation: Rises with every start; a lower one than the known one is refused.
+        distributed_url: Where it serves, `lm://host:port`.
+        kind: What it is.
+        zone: Failure domain (`topology.kubernetes.io/zone`), or empty.
+        node: Machine, or empty.
+
+    Raises:
+        ValueError: The id or the URL is malformed, or the incarnation negative.
+    """
+
+    id: str
+    incarnation: int
+    distributed_url: str
+    kind: PeerKind = "sidecar"
+    zone: str = ""
+    node: str = ""
+
+    def __post_init__(self) -> None:
+        validate_instance_id(self.id)
+        parse_distributed_url(self.distributed_url)
+        if self.incarnation < 0:
+            raise ValueError("an incarnation is not negative")
+
+
+class PeerStatus(Peer, frozen=True, kw_only=True):
+    """A live peer as the broker sees it.
+
+    Attributes:
+        load: What it last reported, 0 (idle) to 1 (full).
+        draining: Gets no new pulls.
+        num_pulls: Tickets to it that have not expired.
+        expires_in_ms: What is left of its lease.
+    """
+
+    load: float
+    draining: bool
+    num_pulls: int
+    expires_in_ms: int
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The broker's answer to an announcement.
+
+    Attributes:
+        ttl_ms: The lease ends this long after the announcement, unless renewed.
+        draining: The instance gets no new pulls.
+    """
+
+    ttl_ms: _PositiveMs
+    draining: bool
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """One pull that the broker has granted.
+
+    Attributes:
+        instance: Who serves.
+        distributed_url: Where.
+        chunk_ids: What, 16 bytes each, in the order of the request.
+        ticket: What to show to the serving instance. A secret until it expires.
+        expires_ms: End of the ticket, Unix time in milliseconds.
+    """
+
+    instance: str
+    distributed_url: str
+    chunk_ids: tuple[bytes, ...]
+    ticket: str
+    expires_ms: int
+
+    def __repr__(self) -> str:
+        return f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r}, num_chunks={len(self.chunk_ids)})"
+
+
+class AnnounceRequest(msgspec.Struct, frozen=True):
+    """Body of `PUT /v1/peers/{id}`."""
+
+    incarnation: int
+    distributed_url: str
+    kind: PeerKind
+    zone: str
+    node: str
+    load: float
+    ttl_ms: int
+    draining: bool
+
+
+class ChunkHolders(msgspec.Struct, frozen=True):
+    """A chunk (32 hex digits) and the ids of those who may hold it."""
+
+    chunk_id: str
+    holders: list[str]
+
+
+class TransferRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /v1/transfers`."""
+
+    requester: str
+    chunks: list[ChunkHolders]
+
+
+class WireAssignment(msgspec.Struct, frozen=True):
+    """An assignment in JSON, chunk ids as hex digits."""
+
+    instance: _ShortText
+    distributed_url: _ShortText
+    chunk_ids: Annotated[list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)]
+    ticket: Annotated[str, msgspec.Meta(max_length=4096)]
+    expires_ms: _PositiveMs
+
+
+class TransferResponse(msgspec.Struct, frozen=True):
+    """Answer to `POST /v1/transfers`; what is unassigned is what no assignment names."""
+
+    assignments: Annotated[list[WireAssignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
+
+
+class PeersResponse(msgspec.Struct, frozen=True):
+    """Answer to `GET /v1/peers`."""
+
+    peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]

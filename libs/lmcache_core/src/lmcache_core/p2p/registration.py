@@ -1,0 +1,108 @@
+"""Keeps one instance known to the broker for as long as it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.messages import Peer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TTL_MS: Final = 15_000
+RENEWALS_PER_LEASE: Final = 3
+
+_MIN_PAUSE_S: Final = 0.05
+
+
+def _idle() -> float:
+    return 0.0
+
+
+class PeerRegistration:
+    """Owns the renewal of one peer's lease.
+
+    A broker that is away costs nothing but the lease: `open` does not wait for it, and the next renewal registers again, since an
+    announcement carries everything that the broker has to know. That includes draining, which outlives a broker's restart.
+
+    Args:
+        client: Open for as long as this object is.
+        peer: Who is registered.
+        load: Called before each renewal; 0 (idle) to 1 (full).
+        ttl_ms: The lease to ask for. It is renewed three times within the lease that the broker grants.
+    """
+
+    def __init__(self, client: BrokerClient, peer: Peer, load: Callable[[], float] = _idle, *, ttl_ms: int = DEFAULT_TTL_MS) -> None:
+        self._client = client
+        self._peer = peer
+        self._load = load
+        self._ttl_ms = ttl_ms
+        self._interval_s = 0.0
+        self._lease_ends = 0.0
+        self._draining = False
+        self._reachable: bool | None = None
+        self._wake = asyncio.Event()
+        self._supervisor = TaskSupervisor("p2p-registration", max_tasks=1)
+
+    @property
+    def registered(self) -> bool:
+        """Whether the last lease that the broker granted is still running."""
+        return time.monotonic() < self._lease_ends
+
+    @property
+    def draining(self) -> bool:
+        """Whether this instance gets no new pulls, by its own wish or the broker's."""
+        return self._draining
+
+    async def open(self) -> None:
+        """Begin to register. Returns at once."""
+        self._supervisor.repeat("lease", self._beat, interval_s=_MIN_PAUSE_S)
+
+    def drain(self) -> None:
+        """Ask for no new pulls, now and for the rest of this incarnation."""
+        self._draining = True
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stop renewing and end the lease if the broker can be reached; otherwise it runs out by itself."""
+        await self._supervisor.close()
+        self._lease_ends = 0.0
+        if self._reachable is False:
+            return
+        try:
+            await self._client.deregister(self._peer.id)
+        except UnavailableError as exc:
+            logger.info("peer %s leaves its lease to run out: %s", self._peer.id, exc)
+
+    async def _beat(self) -> None:
+        """Wait until a renewal is due, then renew. Waiting comes first so that a failure which we did not expect waits too."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), max(0.0, self._interval_s - _MIN_PAUSE_S))
+        self._wake.clear()
+        self._interval_s = self._interval_s or self._ttl_ms / 1000 / RENEWALS_PER_LEASE
+        await self._renew()
+
+    async def _renew(self) -> None:
+        asked_at = time.monotonic()
+        try:
+            lease = await self._client.register(self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining)
+        except UnavailableError as exc:
+            self._note(False, str(exc))
+            return
+        self._lease_ends = asked_at + lease.ttl_ms / 1000
+        self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
+        self._draining = self._draining or lease.draining
+        self._note(True, f"lease of {lease.ttl_ms} ms")
+
+    def _note(self, reachable: bool, detail: str) -> None:
+        """Log changes only: a broker that is away for an hour is one line."""
+        if reachable != self._reachable:
+            self._reachable = reachable
+            logger.log(logging.INFO if reachable else logging.WARNING, "peer %s: broker %s", self._peer.id, detail)

@@ -1,0 +1,235 @@
+import asyncio
+import gzip
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.p2p import Assignment, BrokerClient, Lease, Peer
+from lmcache_core.p2p import broker_client as module
+from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
+
+URL = "http://broker:8082"
+PEER = Peer(id="a", incarnation=3, distributed_url="lm://10.0.0.1:65433", zone="z", node="n")
+ONE, TWO = b"\1" * 16, b"\2" * 16
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+async def opened(handler: Handler, token: str | None = None, timeout_s: float = 2.0) -> BrokerClient:
+    client = BrokerClient(URL, token, timeout_s, transport=httpx.MockTransport(handler))
+    await client.open()
+    return client
+
+
+def raw(content: bytes, status: int = 200) -> httpx.Response:
+    """An answer that is still to be read, as from a socket."""
+    return httpx.Response(status, stream=httpx.ByteStream(content))
+
+
+def answer(body: Any, status: int = 200) -> Handler:
+    return lambda request: raw(msgspec.json.encode(body), status)
+
+
+def granted(*assignments: dict[str, Any]) -> Handler:
+    full = [{"distributed_url": "lm://10.0.0.2:1", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000} | a for a in assignments]
+    return answer({"assignments": full, "unassigned": []})
+
+
+async def test_register_sends_what_the_protocol_names() -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return raw(b'{"ttl_ms": 9000, "draining": true, "from_a_newer_version": 1}')
+
+    client = await opened(handler, token="secret-token")
+    assert await client.register(PEER, load=7.0, ttl_ms=15_000) == Lease(9000, True)
+    (request,) = seen
+    assert (request.method, str(request.url)) == ("PUT", f"{URL}/v1/peers/a")
+    assert request.headers["authorization"] == "Bearer secret-token"
+    assert request.headers["accept-encoding"] == "identity"
+    assert msgspec.json.decode(request.content) == {
+        "incarnation": 3,
+        "distributed_url": "lm://10.0.0.1:65433",
+        "kind": "sidecar",
+        "zone": "z",
+        "node": "n",
+        "load": 1.0,
+        "ttl_ms": 15_000,
+        "draining": False,
+    }
+    await client.close()
+
+
+async def test_without_a_token_no_header_is_sent() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert "authorization" not in request.headers
+        return raw(b'{"peers": []}')
+
+    assert await (await opened(handler)).peers() == []
+
+
+async def test_transfers() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert msgspec.json.decode(request.content) == {
+            "requester": "me",
+            "chunks": [{"chunk_id": ONE.hex(), "holders": ["b", "c"]}, {"chunk_id": TWO.hex(), "holders": ["c"]}],
+        }
+        return granted({"instance": "c", "chunk_ids": [TWO.hex(), ONE.hex()]})(request)
+
+    client = await opened(handler)
+    assert await client.transfers("me", [(ONE, ["b", "c"]), (TWO, ["c"])]) == [
+        Assignment("c", "lm://10.0.0.2:1", (TWO, ONE), "v1.x.y", 1_700_000_000_000)
+    ]
+
+
+async def test_nothing_to_transfer_asks_nobody() -> None:
+    client = BrokerClient(URL, None, 1.0)
+    assert await client.transfers("me", []) == []
+
+
+async def test_a_long_request_is_cut_to_its_bounds() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        chunks = msgspec.json.decode(request.content)["chunks"]
+        assert len(chunks) == MAX_CHUNKS_PER_TRANSFER
+        assert {len(chunk["holders"]) for chunk in chunks} == {MAX_HOLDERS_PER_CHUNK}
+        return granted()(request)
+
+    many = [(i.to_bytes(16), ["p"] * 20) for i in range(MAX_CHUNKS_PER_TRANSFER + 1)]
+    assert await (await opened(handler)).transfers("me", many) == []
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        [{"instance": "b", "chunk_ids": [ONE.hex()]}, {"instance": "c", "chunk_ids": [ONE.hex()]}],
+        [{"instance": "b", "chunk_ids": [ONE.hex(), ONE.hex()]}],
+        [{"instance": "stranger", "chunk_ids": [ONE.hex()]}],
+        [{"instance": "me", "chunk_ids": [ONE.hex()]}],
+        [{"instance": "b", "chunk_ids": ["ff" * 16]}],
+        [{"instance": "b", "chunk_ids": ["zz"]}],
+        [{"instance": "b", "chunk_ids": []}],
+        [{"instance": "b", "chunk_ids": [ONE.hex()], "distributed_url": "http://10.0.0.2:1"}],
+        [{"instance": "b", "chunk_ids": [ONE.hex()], "ticket": "x" * 5000}],
+        [{"instance": "b", "chunk_ids": [ONE.hex()], "expires_ms": -1}],
+    ],
+)
+async def test_assignments_that_nobody_asked_for_are_refused(assignments: list[dict[str, Any]]) -> None:
+    client = await opened(granted(*assignments))
+    with pytest.raises(UnavailableError, match="unusable answer"):
+        await client.transfers("me", [(ONE, ["b", "c", "me"])])
+
+
+NO_LEASES = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b'{"ttl_ms": 0, "draining": false}',
+    b'{"ttl_ms": "1", "draining": false}',
+    b"\xff\xfe",
+    b"[" * 5000,
+    b'{"x":' + b"[" * 99_999,
+]
+
+
+@pytest.mark.parametrize("body", NO_LEASES)
+async def test_bodies_that_are_no_lease_are_refused(body: bytes) -> None:
+    client = await opened(lambda request: raw(body))
+    with pytest.raises(UnavailableError, match="unusable answer"):
+        await client.register(PEER, load=0.0, ttl_ms=1000)
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 409, 422, 500, 503])
+async def test_a_status_is_a_failure_with_its_reason(status: int) -> None:
+    client = await opened(answer({"title": "No", "detail": "not\nyou"}, status))
+    with pytest.raises(UnavailableError, match=rf"status {status} 'not\\nyou'"):
+        await client.register(PEER, load=0.0, ttl_ms=1000)
+
+
+async def test_a_lease_that_is_gone_is_deregistered() -> None:
+    await (await opened(answer({}, 404))).deregister("a")
+    with pytest.raises(UnavailableError):
+        await (await opened(answer({}, 403))).deregister("a")
+
+
+async def test_drain_names_the_peer() -> None:
+    seen: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.method} {request.url.path}")
+        return raw(b"", 204)
+
+    await (await opened(handler)).drain("a")
+    assert seen == ["POST /v1/peers/a:drain"]
+
+
+def all_request_errors(base: type[httpx.RequestError] = httpx.RequestError) -> list[type[httpx.RequestError]]:
+    return [base] + [found for sub in base.__subclasses__() for found in all_request_errors(sub)]
+
+
+@pytest.mark.parametrize("error", all_request_errors())
+async def test_every_failure_of_the_http_library_is_mapped(error: type[httpx.RequestError]) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise error("broken", request=request)
+
+    client = await opened(handler)
+    with pytest.raises(UnavailableError, match=error.__name__):
+        await client.peers()
+
+
+async def test_a_call_ends_at_its_deadline_though_bytes_keep_dripping() -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    client = await opened(lambda request: httpx.Response(200, content=drip()), timeout_s=0.1)
+    with pytest.raises(UnavailableError, match="TimeoutError"):
+        await client.peers()
+
+
+async def test_a_body_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 1000)
+
+    async def flood() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 100
+
+    client = await opened(lambda request: httpx.Response(200, content=flood()))
+    with pytest.raises(UnavailableError, match="longer than"):
+        await client.peers()
+
+
+async def test_a_compressed_body_is_not_inflated() -> None:
+    packed = gzip.compress(b'{"peers": []}')
+    client = await opened(lambda request: httpx.Response(200, stream=httpx.ByteStream(packed), headers={"content-encoding": "gzip"}))
+    with pytest.raises(UnavailableError, match="unusable"):
+        await client.peers()
+
+
+async def test_a_client_that_is_not_open_is_unavailable() -> None:
+    client = BrokerClient(URL, None, 1.0)
+    with pytest.raises(UnavailableError, match="not open"):
+        await client.peers()
+    await client.close()
+
+
+@pytest.mark.parametrize("url", ["", "broker:8082", "ftp://broker", "http://", "http://me:secret@broker", "http://broker/?x=1"])
+def test_bad_base_urls(url: str) -> None:
+    with pytest.raises(ConfigError, match="broker URL") as error:
+        BrokerClient(url, None, 1.0)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}])
+def test_bad_peers(changed: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}
+    with pytest.raises(ValueError):
+        Peer(**fields | changed)
+
+
+def test_a_ticket_is_not_printed() -> None:
+    assert "v1.x.y" not in repr(Assignment("c", "lm://a:1", (ONE,), "v1.x.y", 1))

@@ -1,0 +1,59 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_core.p2p import DistributedUrl, parse_distributed_url
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("lm://10.0.0.7:65433", "10.0.0.7", 65433),
+        ("lm://vllm-0.vllm.prod.svc:1", "vllm-0.vllm.prod.svc", 1),
+        ("lm://[fd00::7]:65535", "fd00::7", 65535),
+    ],
+)
+def test_good_urls(url: str, host: str, port: int) -> None:
+    assert parse_distributed_url(url) == DistributedUrl(host, port)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "10.0.0.7:65433",
+        "http://a:1",
+        "LM://a:1",
+        "lm://a",
+        "lm://a:",
+        "lm://a:0",
+        "lm://a:65536",
+        "lm://a:99999999",
+        "lm://user:secret@a:1",
+        "lm://@a:1",
+        "lm://a:1/",
+        "lm://a:1?x",
+        "lm://a:1#x",
+        "lm://a b:1",
+        "lm://a:1\n",
+        "lm://a\t:1",
+        "lm://fd00::7:1",
+        "lm://[fd00::7:1",
+        "lm://[:::::]:1",
+        "lm://[10.0.0.7]x:1",
+        "lm://0.0.0.0:1",
+        "lm://[::]:1",
+        "lm://" + "a" * 300 + ":1",
+    ],
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="distributed URL"):
+        parse_distributed_url(url)
+
+
+@given(st.text(max_size=40).map(lambda text: "lm://" + text))
+def test_any_text_is_read_or_refused(url: str) -> None:
+    try:
+        host, port = parse_distributed_url(url)
+    except ValueError:
+        return
+    assert url in (f"lm://{host}:{port}", f"lm://[{host}]:{port}")

@@ -1,0 +1,136 @@
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p import BrokerClient, Lease, Peer, PeerRegistration
+
+PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
+
+
+class FakeBroker(BrokerClient):
+    """A broker in memory that can be away and can forget."""
+
+    def __init__(self) -> None:
+        super().__init__("http://broker", None, 1.0)
+        self.away = False
+        self.ttl_ms = 300
+        self.known: dict[str, bool] = {}
+        self.loads: list[float] = []
+        self.num_calls = 0
+        self.drained = False
+
+    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False) -> Lease:
+        self.num_calls += 1
+        if self.away:
+            raise UnavailableError("away")
+        self.loads.append(load)
+        self.known[peer.id] = draining
+        return Lease(self.ttl_ms, draining or self.drained)
+
+    async def deregister(self, instance_id: str) -> None:
+        if self.away:
+            raise UnavailableError("away")
+        self.known.pop(instance_id, None)
+
+
+def registered(registration: PeerRegistration) -> bool:
+    """The property behind a call: the type checker would remember its first value."""
+    return registration.registered
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_open_registers_renews_and_close_ends_the_lease() -> None:
+    broker = FakeBroker()
+    loads = iter([0.25, 0.5] + [0.75] * 1000)
+    registration = PeerRegistration(broker, PEER, lambda: next(loads), ttl_ms=300)
+    assert not registered(registration)
+    await registration.open()
+    await until(lambda: len(broker.loads) >= 3)
+    assert registration.registered
+    assert broker.loads[:3] == [0.25, 0.5, 0.75]
+    await registration.close()
+    assert broker.known == {}
+    assert not registered(registration)
+
+
+async def test_a_shorter_lease_than_asked_for_is_renewed_in_time() -> None:
+    broker = FakeBroker()
+    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
+    await registration.open()
+    await until(lambda: broker.num_calls >= 3)
+    assert registration.registered
+    await registration.close()
+
+
+async def test_a_broker_that_is_away_is_one_line_and_heals(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lmcache_core.p2p")
+    broker = FakeBroker()
+    broker.away = True
+    registration = PeerRegistration(broker, PEER, ttl_ms=150)
+    await registration.open()
+    await until(lambda: broker.num_calls >= 4)
+    assert not registration.registered
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    broker.away = False
+    await until(lambda: registration.registered)
+    broker.away = True
+    await until(lambda: not registration.registered)
+    await registration.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+
+
+async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
+    broker = FakeBroker()
+    registration = PeerRegistration(broker, PEER, ttl_ms=150)
+    await registration.open()
+    await until(lambda: "a" in broker.known)
+    broker.drained = True
+    await until(lambda: registration.draining)
+    broker.known, broker.drained = {}, False
+    await until(lambda: broker.known == {"a": True})
+    await registration.close()
+
+
+async def test_drain_does_not_wait_for_the_next_renewal() -> None:
+    broker = FakeBroker()
+    broker.ttl_ms = 600_000
+    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
+    await registration.open()
+    await until(lambda: broker.known == {"a": False})
+    registration.drain()
+    await until(lambda: broker.known == {"a": True})
+    await registration.close()
+
+
+async def test_a_failing_load_reading_is_tried_again() -> None:
+    broker = FakeBroker()
+    num_reads = 0
+
+    def load() -> float:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads < 3:
+            raise RuntimeError("no load yet")
+        return 0.5
+
+    registration = PeerRegistration(broker, PEER, load, ttl_ms=150)
+    await registration.open()
+    await until(lambda: broker.loads == [0.5])
+    await registration.close()
+
+
+async def test_close_with_the_broker_away_is_quiet() -> None:
+    broker = FakeBroker()
+    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
+    await registration.open()
+    await until(lambda: registration.registered)
+    broker.away = True
+    await registration.close()
+    await PeerRegistration(broker, PEER).close()
