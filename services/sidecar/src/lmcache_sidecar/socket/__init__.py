@@ -1,0 +1,6 @@
+"""The Unix socket on which the serving processes of the pod reach the sidecar."""
+
+from lmcache_sidecar.socket.server import SocketServer
+from lmcache_sidecar.socket.session import Session, SessionContext
+
+__all__ = ["Session", "SessionContext", "SocketServer"]
