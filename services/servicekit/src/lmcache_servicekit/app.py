@@ -1,0 +1,128 @@
+"""Builds a service's app: its routers between the parts that all services share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastapi import APIRouter, FastAPI
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.security import TokenTable
+
+from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
+from lmcache_servicekit.health import HealthRegistry, create_health_router
+from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
+from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
+from lmcache_servicekit.settings import ServiceSettings
+from lmcache_servicekit.state import ServiceState, service_state
+from lmcache_servicekit.version import version_of
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+TOKEN_RELOAD_INTERVAL_S: Final = 10.0
+
+_PROBLEM_SCHEMA: Final = {
+    "title": "Problem",
+    "description": "RFC 9457 problem details.",
+    "type": "object",
+    "required": ["type", "title", "status"],
+    "properties": {
+        "type": {"type": "string", "format": "uri-reference"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+    },
+}
+_PROBLEM_RESPONSE: Final = {
+    "description": "What went wrong (RFC 9457)",
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyBounds:
+    """The largest request bodies, in bytes: for all paths, and for path prefixes that differ."""
+
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    overrides: Mapping[str, int] = field(default_factory=dict)
+
+
+class ServiceApp(FastAPI):
+    """A FastAPI app whose OpenAPI document tells the truth about errors."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document; every operation under `/v1` may answer with a problem."""
+        schema = super().openapi()
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for replaced in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(replaced, None)
+        schemas["Problem"] = _PROBLEM_SCHEMA
+        for path, operations in schema.get("paths", {}).items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if path.startswith("/v1"):
+                    operation["responses"]["default"] = _PROBLEM_RESPONSE
+        return schema
+
+
+def create_service_app(
+    settings: ServiceSettings,
+    distribution: str,
+    *,
+    lifespan: Lifespan,
+    routers: Sequence[APIRouter],
+    bodies: BodyBounds | None = None,
+    problems: Mapping[type[Exception], ProblemType] | None = None,
+) -> FastAPI:
+    """Build a service's app. Reads the token file; opens nothing else.
+
+    Args:
+        settings: The service's settings.
+        distribution: Name of the installed distribution, which is also the command, for example `lmcache-lookup`.
+        lifespan: Opens and closes the service's own parts; `service_state(app)` is there when it is entered.
+        routers: The service's routes, with full paths: `APIRouter(prefix="/v1")`, since a prefix that is given to
+            `include_router` does not reach the metrics' route label.
+        bodies: Bounds of request bodies; None means 4 MiB everywhere.
+        problems: Entries for the service's own errors.
+
+    Raises:
+        ConfigError: The token file cannot be read.
+    """
+    version = version_of(distribution)
+    app = ServiceApp(
+        title=distribution, version=version, lifespan=_with_token_reload(lifespan), docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    tokens = TokenTable.anonymous() if settings.auth_tokens_file is None else TokenTable.from_file(settings.auth_tokens_file)
+    state = ServiceState(settings, tokens, HealthRegistry(), create_registry(distribution, version))
+    app.state.service = state
+    bounds = bodies or BodyBounds()
+    # The one added last is the outermost: refused bodies are counted too.
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides)
+    app.add_middleware(MetricsMiddleware, registry=state.registry)
+    install_problem_handlers(app, problems)
+    for router in (create_health_router(state.health), create_metrics_router(state.registry), *routers):
+        app.include_router(router)
+    return app
+
+
+def _with_token_reload(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        tokens = service_state(app).tokens
+
+        async def reload() -> None:
+            await asyncio.to_thread(tokens.reload_if_changed)
+
+        supervisor = TaskSupervisor("servicekit")
+        if not tokens.is_anonymous:
+            supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
+        try:
+            async with lifespan(app):
+                yield
+        finally:
+            await supervisor.close()
+
+    return run

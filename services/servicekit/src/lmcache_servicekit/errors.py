@@ -1,0 +1,31 @@
+"""Errors that services raise beyond `lmcache_core.errors`.
+
+LMCacheError
+|-- NotFoundError          the named resource does not exist in the caller's namespace
+|-- ConflictError          the request contradicts the resource's present state
+|-- PermissionDeniedError  the caller is known, but its role does not allow this
+`-- CapacityError
+    `-- ThrottledError     the caller has too much in flight; it may try again
+
+They know no HTTP: `lmcache_servicekit.problems` maps them.
+"""
+
+from __future__ import annotations
+
+from lmcache_core.errors import CapacityError, LMCacheError
+
+
+class NotFoundError(LMCacheError):
+    """The named resource does not exist in the caller's namespace."""
+
+
+class ConflictError(LMCacheError):
+    """The request contradicts the present state of the resource."""
+
+
+class PermissionDeniedError(LMCacheError):
+    """The caller is authenticated, but its role does not allow this."""
+
+
+class ThrottledError(CapacityError):
+    """The caller has too much in flight; it may try again later."""

@@ -1,0 +1,116 @@
+"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every registered dependency."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from fastapi import APIRouter, Request, Response
+from lmcache_core.errors import LMCacheError
+from pydantic import BaseModel
+
+logger = logging.getLogger(__name__)
+
+MAX_CHECKS: Final = 64
+
+Probe = Callable[[], Awaitable[str]]
+"""Returns a few words about the dependency, raises when it is not usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """One dependency.
+
+    Attributes:
+        name: Key in the answer.
+        probe: Asks the dependency; is cancelled at its time limit.
+        timeout_s: The time limit.
+        required: Whether the service cannot do its work without it. A failed optional check only marks the answer `degraded`.
+    """
+
+    name: str
+    probe: Probe
+    timeout_s: float = 1.0
+    required: bool = True
+
+
+class CheckReport(BaseModel):
+    """What one check found."""
+
+    ok: bool
+    detail: str
+    latency_ms: float
+
+
+class HealthReport(BaseModel):
+    """What all checks found; `unready` comes with status 503, the others with 200."""
+
+    status: Literal["ok", "degraded", "unready"]
+    checks: dict[str, CheckReport]
+
+
+class Liveness(BaseModel):
+    """The answer of `/healthz`."""
+
+    status: Literal["ok"] = "ok"
+
+
+@dataclass(slots=True)
+class HealthRegistry:
+    """The checks of one service; a lifespan adds them while it opens what they probe."""
+
+    _checks: dict[str, HealthCheck] = field(default_factory=dict)
+
+    def add(self, name: str, probe: Probe, *, timeout_s: float = 1.0, required: bool = True) -> None:
+        """Register a dependency; a second one of the same name replaces the first."""
+        assert name in self._checks or len(self._checks) < MAX_CHECKS, "too many health checks"
+        self._checks[name] = HealthCheck(name, probe, timeout_s, required)
+
+    async def run(self) -> HealthReport:
+        """Ask all dependencies at once; takes as long as the slowest of them or its time limit."""
+        checks = list(self._checks.values())
+        reports = await asyncio.gather(*(_run_check(check) for check in checks))
+        failed = [check for check, report in zip(checks, reports, strict=True) if not report.ok]
+        status: Literal["ok", "degraded", "unready"] = "ok"
+        if failed:
+            status = "unready" if any(check.required for check in failed) else "degraded"
+        return HealthReport(status=status, checks={check.name: report for check, report in zip(checks, reports, strict=True)})
+
+
+def create_health_router(registry: HealthRegistry) -> APIRouter:
+    """The routes `/healthz` and `/readyz`. They need no credentials: a kubelet has none."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz", summary="The process lives")
+    async def healthz() -> Liveness:
+        return Liveness()
+
+    @router.get("/readyz", summary="Every dependency answers in time", responses={503: {"model": HealthReport}})
+    async def readyz(request: Request, response: Response) -> HealthReport:
+        report = await registry.run()
+        if report.status == "unready":
+            response.status_code = 503
+        return report
+
+    return router
+
+
+async def _run_check(check: HealthCheck) -> CheckReport:
+    started = time.perf_counter()
+    [outcome] = await asyncio.gather(asyncio.wait_for(check.probe(), check.timeout_s), return_exceptions=True)
+    latency_ms = round((time.perf_counter() - started) * 1000, 3)
+    if isinstance(outcome, str):
+        return CheckReport(ok=True, detail=outcome, latency_ms=latency_ms)
+    logger.warning("readiness check %s failed: %r", check.name, outcome)
+    return CheckReport(ok=False, detail=_describe(outcome, check.timeout_s), latency_ms=latency_ms)
+
+
+def _describe(error: BaseException, timeout_s: float) -> str:
+    """Our own errors' texts are fit to be shown; a library's may hold an address with credentials."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {timeout_s:g} s"
+    return str(error) if isinstance(error, LMCacheError) else type(error).__name__

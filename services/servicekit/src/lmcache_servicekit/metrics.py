@@ -1,0 +1,84 @@
+"""The metrics that all services have. A service's own metric names are constants in its own `metrics.py`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
+HTTP_REQUEST_DURATION_SECONDS: Final = "lmcache_http_request_duration_seconds"
+BUILD_INFO: Final = "lmcache_build_info"
+
+UNMATCHED: Final = "unmatched"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+def create_registry(service: str, version: str) -> CollectorRegistry:
+    """A registry of one app's own, with the process's figures and which build this is."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    build = Gauge(BUILD_INFO, "Constant 1, labelled with service and version.", ["service", "version"], registry=registry)
+    build.labels(service, version).set(1)
+    return registry
+
+
+def create_metrics_router(registry: CollectorRegistry) -> APIRouter:
+    """The route `/metrics`, in Prometheus' text format."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class MetricsMiddleware:
+    """Counts requests and measures how long they take, until the last byte of the answer is handed over.
+
+    Labels are bounded: a route's template instead of a path, known methods only.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._requests = Counter(HTTP_REQUESTS_TOTAL, "HTTP requests answered.", ["method", "route", "status"], registry=registry)
+        self._duration = Histogram(
+            HTTP_REQUEST_DURATION_SECONDS,
+            "Seconds from request to end of answer.",
+            ["method", "route"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and account for it; a failure that nobody answered counts as 500."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+        started = time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            route = _template_of(scope)
+            self._requests.labels(method, route, str(status)).inc()
+            self._duration.labels(method, route).observe(time.perf_counter() - started)
+
+
+def _template_of(scope: Scope) -> str:
+    route: Any = scope.get("route")
+    path = getattr(route, "path", None)
+    return path if isinstance(path, str) else UNMATCHED

@@ -1,0 +1,142 @@
+"""RFC 9457: the one table that maps domain errors to problem+json, and the handlers that use it.
+
+Source: RFC 9457, section 3 (members of a problem details object).
+"""
+
+from __future__ import annotations
+
+import http
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from lmcache_core import errors as core
+from starlette.exceptions import HTTPException
+
+from lmcache_servicekit import errors
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE: Final = "application/problem+json"
+MAX_SHOWN_ERRORS: Final = 16
+_TYPE_PREFIX: Final = "urn:lmcache:problem:"
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemType:
+    """How one kind of error looks from outside.
+
+    Attributes:
+        slug: Last part of the `type` URN; stable, clients may compare it.
+        status: HTTP status.
+        title: One sentence for people, the same for all occurrences.
+        shows_detail: Whether the error's own text is sent. Not for failures of ours: it may name hosts or paths.
+        headers: Sent along.
+    """
+
+    slug: str
+    status: int
+    title: str
+    shows_detail: bool = True
+    headers: Mapping[str, str] | None = None
+
+    @property
+    def type(self) -> str:
+        """The problem's `type`."""
+        return f"{_TYPE_PREFIX}{self.slug}"
+
+
+_RETRY: Final = {"Retry-After": "1"}
+# RFC 9110 renamed it; Python's table does so from 3.13 on.
+_TITLES: Final = {413: "Content Too Large"}
+_BEARER: Final = {"WWW-Authenticate": "Bearer"}
+
+PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
+    core.LMCacheError: ProblemType("internal", 500, "The service failed", shows_detail=False),
+    core.ConfigError: ProblemType("bad-option", 400, "An option is unknown or impossible"),
+    core.IdentityError: ProblemType("bad-key", 400, "A key or id cannot be read"),
+    core.RecordError: ProblemType("bad-record", 422, "The body is not an intact record"),
+    core.ProtocolError: ProblemType("protocol", 400, "The protocol was broken"),
+    core.VersionError: ProblemType("version", 400, "No protocol version in common"),
+    core.UnavailableError: ProblemType("unavailable", 503, "A dependency did not answer in time", shows_detail=False, headers=_RETRY),
+    core.AuthenticationError: ProblemType("unauthenticated", 401, "Credentials are missing or unknown", headers=_BEARER),
+    core.CapacityError: ProblemType("capacity", 507, "A capacity bound is reached"),
+    core.IntegrityError: ProblemType("integrity", 500, "The service failed", shows_detail=False),
+    core.LayoutError: ProblemType("bad-layout", 400, "The memory layout does not fit"),
+    errors.NotFoundError: ProblemType("not-found", 404, "There is no such resource"),
+    errors.ConflictError: ProblemType("conflict", 409, "The request contradicts the present state"),
+    errors.PermissionDeniedError: ProblemType("forbidden", 403, "The caller's role does not allow this"),
+    errors.ThrottledError: ProblemType("throttled", 429, "Too much in flight", headers=_RETRY),
+}
+
+
+def problem_of(error: Exception, table: Mapping[type[Exception], ProblemType] = PROBLEMS) -> ProblemType:
+    """The entry for `error`'s class, or for the nearest class above it."""
+    for kind in type(error).__mro__:
+        if kind in table:
+            return table[kind]
+    return table[core.LMCacheError]
+
+
+def problem_response(status: int, title: str, kind: str = "about:blank", detail: str | None = None, **more: Any) -> JSONResponse:
+    """Build the answer.
+
+    Args:
+        status: HTTP status, repeated in the body.
+        title: The same for every occurrence of the problem.
+        kind: The `type` URI.
+        detail: What is special about this occurrence; never a secret, never an internal failure's text.
+        more: Extension members; `headers` is taken as the response's headers.
+    """
+    headers = more.pop("headers", None)
+    body = {"type": kind, "title": title, "status": status, **({"detail": detail} if detail else {}), **more}
+    return JSONResponse(body, status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def install_problem_handlers(app: FastAPI, more: Mapping[type[Exception], ProblemType] | None = None) -> None:
+    """Answer every error of `app` with problem+json.
+
+    Args:
+        app: Its handlers for our errors, validation errors, HTTP exceptions and everything else are set.
+        more: Entries for a service's own errors, looked up before those of `PROBLEMS`.
+    """
+    table = {**PROBLEMS, **(more or {})}
+
+    async def on_domain_error(request: Request, error: Exception) -> JSONResponse:
+        problem = problem_of(error, table)
+        if problem.status >= 500:
+            logger.warning("%s answered %d: %s", _route_of(request), problem.status, error)
+        detail = str(error) if problem.shows_detail else None
+        return problem_response(problem.status, problem.title, problem.type, detail, headers=problem.headers)
+
+    app.add_exception_handler(core.LMCacheError, on_domain_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    """Names places and rules, and never repeats the input: it may be large or secret."""
+    assert isinstance(error, RequestValidationError)
+    found = [{"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])} for item in error.errors()[:MAX_SHOWN_ERRORS]]
+    return problem_response(422, "The request is not valid", f"{_TYPE_PREFIX}invalid", errors=found)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    title = _TITLES.get(error.status_code) or http.HTTPStatus(error.status_code).phrase
+    detail = error.detail if error.detail and error.detail != title else None
+    return problem_response(error.status_code, title, detail=detail, headers=error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    """The ASGI boundary. Starlette raises the error again after this answer, so that the server logs its traceback."""
+    return problem_response(500, PROBLEMS[core.LMCacheError].title, PROBLEMS[core.LMCacheError].type)
+
+
+def _route_of(request: Request) -> str:
+    return f"{request.method} {getattr(request.scope.get('route'), 'path', '(no route)')}"

@@ -1,0 +1,147 @@
+"""The entry point that all services share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+from lmcache_core.errors import ConfigError
+
+from lmcache_servicekit.logs import configure_logging
+from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
+from lmcache_servicekit.state import service_state
+from lmcache_servicekit.version import version_of
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=ServiceSettings)
+
+EXIT_CANNOT_LISTEN = 1
+EXIT_BAD_CONFIG = 2
+
+
+def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], FastAPI], argv: Sequence[str] | None = None) -> int:
+    """Run a service until SIGTERM or SIGINT.
+
+    Args:
+        name: Command and distribution, for example `lmcache-lookup`.
+        settings_cls: Its settings.
+        create_app: Its app factory.
+        argv: Arguments instead of the process's.
+
+    Returns:
+        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings, 3 when the lifespan cannot start.
+    """
+    options = _parse(name, settings_cls, argv)
+    try:
+        settings = load_settings(settings_cls, options.config)
+        if options.print_config:
+            sys.stdout.write(render_settings(settings))
+            return 0
+        configure_logging(settings.log_level, settings.log_format)
+        app = create_app(settings)
+    except ConfigError as exc:
+        _complain(name, str(exc))
+        return EXIT_BAD_CONFIG
+    try:
+        listener = _bind(settings.host, settings.port)
+    except OSError as exc:
+        _complain(name, f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change host or port")
+        return EXIT_CANNOT_LISTEN
+    with listener:
+        _serve(name, app, settings, listener, options.port_file)
+    return 0
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """Tells when it listens, and on which port."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the lifespan, then listen, then tell."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._announce()
+
+
+def _serve(name: str, app: FastAPI, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
+    port = listener.getsockname()[1]
+
+    def announce() -> None:
+        logger.info("%s %s listens on %s port %d", name, version_of(name), settings.host, port)
+        if port_file is not None:
+            _write_port_file(port_file, {"port": port, **service_state(app).ports})
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=settings.shutdown_grace_s,
+    )
+    # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a graceful end into "killed".
+    for handled in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(handled, _end)
+    try:
+        _AnnouncingServer(config, announce).run(sockets=[listener])
+    finally:
+        if port_file is not None:
+            port_file.unlink(missing_ok=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Reserve the address; connections are refused until the lifespan has started and the server listens."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _write_port_file(path: Path, ports: dict[str, int]) -> None:
+    """Whoever waits for the file never reads half of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(ports) + "\n")
+    temporary.replace(path)
+
+
+def _parse(name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None) -> argparse.Namespace:
+    prefix = env_prefix(settings_cls)
+    parser = argparse.ArgumentParser(
+        prog=name, allow_abbrev=False, description=f"Settings come from a YAML file, then from {prefix}<OPTION> variables."
+    )
+    parser.add_argument("--config", type=Path, metavar="PATH", help=f"settings file (default: the one that {prefix}CONFIG names)")
+    parser.add_argument("--print-config", action="store_true", help="print the effective settings, secrets masked, and exit")
+    parser.add_argument("--port-file", type=Path, metavar="PATH", help='write {"port": N} there once the service listens')
+    parser.add_argument("--version", action="version", version=f"{name} {version_of(name)}")
+    return parser.parse_args(argv)
+
+
+def _complain(name: str, text: str) -> None:
+    for line in text.splitlines():
+        sys.stderr.write(f"{name}: {line}\n")

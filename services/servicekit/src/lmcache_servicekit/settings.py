@@ -1,0 +1,173 @@
+"""The settings that all services share, and how settings are loaded: one YAML file, then environment variables over it."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import yaml
+from lmcache_core.errors import ConfigError
+from lmcache_core.security import validate_instance_id
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lmcache_servicekit.environment import MASK, EnvironmentReader, FieldPath, is_secret, merge
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+S = TypeVar("S", bound="ServiceSettings")
+
+MAX_CONFIG_FILE_BYTES: Final = 1 << 20
+MAX_SHOWN_CHARS: Final = 120
+CONFIG_NAME: Final = "CONFIG"
+
+
+class ServiceSettings(BaseSettings):
+    """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds its own fields.
+
+    An instance made directly holds exactly the given values and defaults; only `load_settings` looks at files and environment.
+
+    Attributes:
+        host: Address to listen on. Other pods reach the service only if this is not a loopback address.
+        port: TCP port; 0 takes a free one.
+        log_level: Least severe level that is logged.
+        log_format: `text` for people, `json` for log collectors.
+        auth_tokens_file: YAML file of bearer tokens; without it every caller is tenant `default` with the role `admin`.
+        allow_anonymous: Allows a host that is not loopback together with no `auth_tokens_file`.
+        instance_id: Name of this process among its peers.
+        shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    port: Port
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    auth_tokens_file: Path | None = None
+    allow_anonymous: bool = False
+    instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(default_factory=socket.gethostname)
+    shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take given values only: pydantic-settings' own environment source ignores misspelt names."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _refuse_open_door(self) -> ServiceSettings:
+        if self.auth_tokens_file is None and not self.allow_anonymous and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host!r} is reachable from other machines, but auth_tokens_file is not set: "
+                "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is certainly reachable from this machine only; a name other than `localhost` is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def load_settings(settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> S:
+    """Read the settings file, put environment variables over it, and validate.
+
+    Args:
+        settings_cls: The service's settings; its `env_prefix` names its variables.
+        config_file: YAML file; None takes the one that the variable `<prefix>CONFIG` names, if any.
+        environ: Instead of the process's environment.
+
+    Raises:
+        ConfigError: A name is unknown or a value is impossible. The text has one line for each, with name, value and fix.
+    """
+    source = os.environ if environ is None else environ
+    prefix = env_prefix(settings_cls)
+    reader = EnvironmentReader(settings_cls, prefix, frozenset({CONFIG_NAME}))
+    named = source.get(f"{prefix}{CONFIG_NAME}")
+    path = config_file if config_file is not None else Path(named) if named else None
+    from_file = {} if path is None else _read_file(path)
+    _refuse_unknown(settings_cls, from_file, path)
+    from_environ, origins = reader.read(source)
+    try:
+        return settings_cls(**merge(from_file, from_environ))
+    except ValidationError as exc:
+        lines = [_explain(settings_cls, error, origins, path) for error in exc.errors(include_url=False, include_context=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def env_prefix(settings_cls: type[ServiceSettings]) -> str:
+    """The prefix of the variables that set fields of `settings_cls`."""
+    prefix = settings_cls.model_config.get("env_prefix", "")
+    assert prefix.startswith("LMCACHE_"), "a service's settings name their env_prefix"
+    assert prefix.endswith("_"), "an env_prefix ends with an underscore"
+    return prefix
+
+
+def render_settings(settings: ServiceSettings) -> str:
+    """The effective settings as YAML that `load_settings` reads again; secrets are masked."""
+    text: str = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+    return text
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_FILE_BYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"config file {path}: {exc.strerror or exc}; create it or correct the path") from exc
+    if len(data) > MAX_CONFIG_FILE_BYTES:
+        raise ConfigError(f"config file {path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; it is not a settings file")
+    try:
+        raw = yaml.safe_load(data)
+    except yaml.MarkedYAMLError as exc:
+        line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
+        raise ConfigError(f"config file {path}: line {line} is not YAML; correct it") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"config file {path}: not YAML; correct it") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
+        raise ConfigError(f"config file {path}: write one `name: value` a line")
+    return raw
+
+
+def _refuse_unknown(settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None) -> None:
+    """Top-level names, by hand: BaseSettings takes names with a leading underscore as its own arguments."""
+    known = list(settings_cls.model_fields)
+    lines = [f"{name}: unknown option in {path}; {_nearest(name, known)}" for name in values if name not in known]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def _explain(settings_cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[FieldPath, str], path: Path | None) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    location = tuple(str(part) for part in error["loc"])
+    if not location:
+        return message
+    origin = next((name for at, name in origins.items() if location[: len(at)] == at), None)
+    source = origin or (str(path) if path is not None else "no file and no variable sets it")
+    if error["type"] == "missing":
+        return f"{'.'.join(location)}: required; set it in the config file or the environment"
+    field = settings_cls.model_fields.get(location[0])
+    shown = MASK if field is None or is_secret(field.annotation) else repr(error["input"])[:MAX_SHOWN_CHARS]
+    return f"{'.'.join(location)}={shown} ({source}): {message}"

@@ -1,0 +1,39 @@
+"""What `create_service_app` puts into an app, with its types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from lmcache_core.security import TokenTable
+from prometheus_client import CollectorRegistry
+
+from lmcache_servicekit.health import HealthRegistry
+from lmcache_servicekit.settings import ServiceSettings
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """The shared parts of one running app. A service's own parts live in `app.state` beside it.
+
+    Attributes:
+        settings: As loaded.
+        tokens: Who may call; read again when its file changes.
+        health: The checks of `/readyz`; a lifespan adds its own.
+        registry: Where the service's metrics are registered.
+        ports: Ports beside the HTTP one that a lifespan opened, by name; written to the port file.
+    """
+
+    settings: ServiceSettings
+    tokens: TokenTable
+    health: HealthRegistry
+    registry: CollectorRegistry
+    ports: dict[str, int] = field(default_factory=dict)
+
+
+def service_state(app: FastAPI) -> ServiceState:
+    """The shared parts of `app`, which `create_service_app` has made."""
+    state: Any = app.state.service
+    assert isinstance(state, ServiceState)
+    return state
