@@ -1,0 +1,57 @@
+{{/*
+Labels by which selectors find pods. Fixed for the life of a release: selectors are immutable.
+Takes: root, component; model (optional), the name of an entry of `models`.
+*/}}
+{{- define "lmcache-common.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+lmcache/model: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of every object. Takes: as selectorLabels. */}}
+{{- define "lmcache-common.labels" -}}
+{{ include "lmcache-common.selectorLabels" . }}
+app.kubernetes.io/part-of: lmcache
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Name, namespace and labels of an object. Takes: as selectorLabels; name (optional) instead of the component's. */}}
+{{- define "lmcache-common.metadata" -}}
+name: {{ default (include "lmcache-common.componentName" .) .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "lmcache-common.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/*
+Metadata of a pod template: no chart version among the labels, so that a new chart alone does not restart pods.
+Takes: as selectorLabels; values (podLabels, podAnnotations); config (optional), the settings whose change restarts the pods.
+*/}}
+{{- define "lmcache-common.podMetadata" -}}
+labels:
+  {{- include "lmcache-common.selectorLabels" . | nindent 2 }}
+  app.kubernetes.io/part-of: lmcache
+  {{- with .root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with .values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- if or .config .values.podAnnotations }}
+annotations:
+  {{- with .config }}
+  checksum/config: {{ sha256sum . }}
+  {{- end }}
+  {{- with .values.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- end -}}

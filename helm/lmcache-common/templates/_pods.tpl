@@ -1,0 +1,138 @@
+{{/*
+An image reference. A digest wins over a tag.
+Takes: root, image (registry, repository, tag, digest); own (optional): true for the images of this project, which fall back on
+`images.registry`, `images.tag` and the chart's appVersion.
+*/}}
+{{- define "lmcache-common.image" -}}
+{{- $shared := .root.Values.images -}}
+{{- $registry := .image.registry -}}
+{{- $tag := .image.tag -}}
+{{- if .own -}}
+{{- $registry = default $shared.registry $registry -}}
+{{- $tag = default (default .root.Chart.AppVersion $shared.tag) $tag -}}
+{{- end -}}
+{{- $name := .image.repository -}}
+{{- if $registry -}}
+{{- $name = printf "%s/%s" (trimSuffix "/" $registry) $name -}}
+{{- end -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" $name .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $name $tag -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What every pod has. Takes: root, component, model (optional), values. */}}
+{{- define "lmcache-common.podSpec" -}}
+serviceAccountName: {{ include "lmcache-common.serviceAccountName" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
+securityContext:
+  {{- include "lmcache-common.podSecurityContext" . | nindent 2 }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  {{- include "lmcache-common.topologySpread" . | nindent 2 }}
+{{- end -}}
+
+{{/* The given constraints, or one soft spread over nodes. Takes: as podSpec. */}}
+{{- define "lmcache-common.topologySpread" -}}
+{{- if .values.topologySpreadConstraints -}}
+{{ toYaml .values.topologySpreadConstraints }}
+{{- else -}}
+- maxSkew: 1
+  topologyKey: kubernetes.io/hostname
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{/* Pod level of the `restricted` standard. Takes: root. */}}
+{{- define "lmcache-common.podSecurityContext" -}}
+{{- $security := .root.Values.security -}}
+runAsNonRoot: true
+{{- if $security.runAsUser }}
+runAsUser: {{ int64 $security.runAsUser }}
+runAsGroup: {{ int64 $security.runAsUser }}
+fsGroup: {{ int64 $security.runAsUser }}
+{{- end }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* Container level of the `restricted` standard. Takes: root. */}}
+{{- define "lmcache-common.containerSecurityContext" -}}
+runAsNonRoot: true
+{{- if .root.Values.security.runAsUser }}
+runAsUser: {{ int64 .root.Values.security.runAsUser }}
+{{- end }}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* One HTTP probe. Takes: path, port, probe (periodSeconds, timeoutSeconds, failureThreshold). */}}
+{{- define "lmcache-common.httpProbe" -}}
+httpGet:
+  path: {{ .path }}
+  port: {{ .port }}
+{{ toYaml .probe }}
+{{- end -}}
+
+{{/* The three probes of a service: it may take its time to start, lives by /healthz, gets traffic by /readyz. Takes: probes. */}}
+{{- define "lmcache-common.probes" -}}
+startupProbe:
+  {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "http" "probe" .probes.startup) | nindent 2 }}
+livenessProbe:
+  {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "http" "probe" .probes.liveness) | nindent 2 }}
+readinessProbe:
+  {{- include "lmcache-common.httpProbe" (dict "path" "/readyz" "port" "http" "probe" .probes.readiness) | nindent 2 }}
+{{- end -}}
+
+{{/* Where the pod's own name and address come from. */}}
+{{- define "lmcache-common.podEnv" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- end -}}
+
+{{/*
+Resources with the memory that a cache of a given size needs: request and limit are the same, since the cache is filled for good.
+Takes: resources, memoryMi.
+*/}}
+{{- define "lmcache-common.resourcesWithMemory" -}}
+{{- $memory := dict "memory" (printf "%dMi" (int64 .memoryMi)) -}}
+requests:
+  {{- merge (dict) $memory (default dict .resources.requests) | toYaml | nindent 2 }}
+limits:
+  {{- merge (dict) $memory (default dict .resources.limits) | toYaml | nindent 2 }}
+{{- end -}}

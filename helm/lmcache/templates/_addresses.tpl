@@ -1,0 +1,46 @@
+{{/* Ports are fixed: nothing else runs in the pods, and policies, services and settings must agree on them. */}}
+{{- define "lmcache.ports" -}}
+{storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, sidecarHealth: 8084, sidecarLm: 65433, redis: 6379, vllm: 8000}
+{{- end -}}
+
+{{/* The address that servers listen on. Takes: root. */}}
+{{- define "lmcache.anyHost" -}}
+{{- ternary "::" "0.0.0.0" (eq .root.Values.network.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{/* The pod's own address as a part of a URL; Kubernetes fills in the variable. Takes: root. */}}
+{{- define "lmcache.podHost" -}}
+{{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.network.ipFamily "IPv6") -}}
+{{- end -}}
+
+{{/* Settings that name the other services. Takes: root. */}}
+{{- define "lmcache.peerSettings" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- if .root.Values.lookup.enabled }}
+lookup_url: http://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "lookup") }}:{{ $ports.lookup }}
+{{- end }}
+{{- if .root.Values.broker.enabled }}
+broker_url: http://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "broker") }}:{{ $ports.broker }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether there is a Redis, and where its URL comes from. Takes: root. */}}
+{{- define "lmcache.redisUrlEnv" -}}
+{{- $external := .root.Values.externalRedis -}}
+{{- $name := include "lmcache-common.componentName" (dict "root" .root "component" "redis") -}}
+{{- if .root.Values.redis.enabled -}}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ default $name .root.Values.redis.existingSecret }}
+      key: redis-password
+- name: LMCACHE_LOOKUP_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0
+{{- else -}}
+- name: LMCACHE_LOOKUP_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ default (include "lmcache-common.componentName" (dict "root" .root "component" "external-redis")) $external.existingSecret }}
+      key: {{ ternary $external.existingSecretKey "url" (ne $external.existingSecret "") }}
+{{- end }}
+{{- end -}}

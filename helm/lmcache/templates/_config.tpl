@@ -1,0 +1,79 @@
+{{/*
+The settings file of each component: first what the chart decides (addresses, ports, paths), then `config` from the values as it is.
+Each takes: root; that of the sidecar also the merged `model`.
+*/}}
+
+{{- define "lmcache.storageConfig" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $values := .root.Values.storage -}}
+host: {{ include "lmcache.anyHost" . | quote }}
+port: {{ $ports.storage }}
+lm_host: {{ include "lmcache.anyHost" . | quote }}
+lm_port: {{ $ports.storageLm }}
+{{ include "lmcache.authSettings" . }}
+{{- if .root.Values.auth.enabled }}
+service_token_file: {{ include "lmcache.credentialsPath" . }}/storage-token
+{{- end }}
+{{- include "lmcache.peerSettings" . }}
+disk_path: /var/lib/lmcache/chunks
+disk_gb: {{ include "lmcache.storageDiskGb" . }}
+{{ omit $values.config "disk_gb" | toYaml }}
+{{- end -}}
+
+{{/* What of the volume the disk tier may fill. Takes: root. */}}
+{{- define "lmcache.storageDiskGb" -}}
+{{- $values := .root.Values.storage -}}
+{{- if kindIs "invalid" $values.config.disk_gb -}}
+{{- mulf 0.9 $values.persistence.sizeGi | floor -}}
+{{- else -}}
+{{- $values.config.disk_gb -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lmcache.lookupConfig" -}}
+host: {{ include "lmcache.anyHost" . | quote }}
+port: {{ (include "lmcache.ports" . | fromYaml).lookup }}
+{{ include "lmcache.authSettings" . }}
+{{ toYaml .root.Values.lookup.config }}
+{{- end -}}
+
+{{- define "lmcache.brokerConfig" -}}
+host: {{ include "lmcache.anyHost" . | quote }}
+port: {{ (include "lmcache.ports" . | fromYaml).broker }}
+{{ include "lmcache.authSettings" . }}
+ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
+{{ toYaml .root.Values.broker.config }}
+{{- end -}}
+
+{{- define "lmcache.sidecarConfig" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $config := .model.sidecar.config -}}
+host: 127.0.0.1
+port: {{ $ports.sidecar }}
+health_host: {{ include "lmcache.anyHost" . | quote }}
+health_port: {{ $ports.sidecarHealth }}
+lm_host: {{ include "lmcache.anyHost" . | quote }}
+lm_port: {{ $ports.sidecarLm }}
+{{ include "lmcache.authSettings" . }}
+{{- if .root.Values.auth.enabled }}
+service_token_file: {{ include "lmcache.credentialsPath" . }}/sidecar-token
+{{- end }}
+ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
+salt_file: {{ include "lmcache.credentialsPath" . }}/salt
+{{- if .root.Values.storage.enabled }}
+remote_url: lm://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "storage") }}:{{ $ports.storageLm }}
+{{- end }}
+{{- include "lmcache.peerSettings" . }}
+socket_path: {{ include "lmcache.socketPath" . }}
+arena_path: /run/lmcache/arena/arena
+{{- if $config.disk_gb }}
+disk_path: /var/lib/lmcache/chunks
+{{ toYaml $config }}
+{{- else }}
+{{ omit $config "disk_gb" | toYaml }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache.socketPath" -}}
+/run/lmcache/socket/sidecar.sock
+{{- end -}}

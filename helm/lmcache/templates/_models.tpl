@@ -1,0 +1,108 @@
+{{/*
+One entry of `models` over `modelDefaults` and `sidecar`, as YAML. Maps are merged, lists replaced.
+Takes: root, entry.
+*/}}
+{{- define "lmcache.mergedModel" -}}
+{{- $defaults := merge (dict "sidecar" (deepCopy .root.Values.sidecar)) (deepCopy .root.Values.modelDefaults) -}}
+{{- mergeOverwrite $defaults (deepCopy .entry) | toYaml -}}
+{{- end -}}
+
+{{/* Name of a model's objects. Takes: root, model (merged). */}}
+{{- define "lmcache.modelName" -}}
+{{- printf "%s-vllm-%s" (include "lmcache-common.fullname" .) .model.name -}}
+{{- end -}}
+
+{{/* What the library chart wants to know about a model's objects, as YAML without `root`. Takes: root, model (merged). */}}
+{{- define "lmcache.modelScope" -}}
+component: vllm
+model: {{ .model.name }}
+name: {{ include "lmcache.modelName" . }}
+{{- end -}}
+
+{{/* The cache sidecar as a native sidecar: an init container that stays. Takes: root, model (merged). */}}
+{{- define "lmcache.sidecarContainer" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $sidecar := .model.sidecar -}}
+- name: sidecar
+  restartPolicy: Always
+  image: {{ include "lmcache-common.image" (dict "root" .root "image" $sidecar.image "own" true) }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  args: [--config, /etc/lmcache/config.yaml]
+  ports:
+    - {name: lm, containerPort: {{ $ports.sidecarLm }}}
+    - {name: sidecar-health, containerPort: {{ $ports.sidecarHealth }}}
+  env:
+    {{- include "lmcache-common.podEnv" . | nindent 4 }}
+    - name: LMCACHE_SIDECAR_INSTANCE_ID
+      value: $(POD_NAME)
+    - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
+      value: lm://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
+    {{- with $sidecar.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  securityContext:
+    {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
+  resources:
+    {{- $memoryMi := addf (mulf $sidecar.config.arena_gb 1024) $sidecar.memoryOverheadMi | ceil }}
+    {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $sidecar.resources "memoryMi" $memoryMi) | nindent 4 }}
+  startupProbe:
+    {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.startup) | nindent 4 }}
+  livenessProbe:
+    {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.liveness) | nindent 4 }}
+  volumeMounts:
+    - {name: config, mountPath: /etc/lmcache, readOnly: true}
+    {{- include "lmcache.credentialsMount" (dict "root" .root "keys" (list "ticket-keys")) | nindent 4 }}
+    - {name: arena, mountPath: /run/lmcache/arena}
+    - {name: socket, mountPath: /run/lmcache/socket}
+    - {name: sidecar-tmp, mountPath: /tmp}
+    {{- if $sidecar.config.disk_gb }}
+    - {name: sidecar-disk, mountPath: /var/lib/lmcache}
+    {{- end }}
+    {{- with $sidecar.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Volumes of a model's pod. Takes: root, model (merged). */}}
+{{- define "lmcache.modelVolumes" -}}
+{{- $config := .model.sidecar.config -}}
+- name: config
+  configMap:
+    name: {{ include "lmcache.modelName" . }}
+{{ include "lmcache.credentialsVolume" (dict "root" .root "auth" (list "tokens.yaml" "sidecar-token") "keys" (list "ticket-keys" "salt")) }}
+- name: arena
+  emptyDir:
+    medium: Memory
+    # The arena, and room for the files beside it.
+    sizeLimit: {{ addf (mulf $config.arena_gb 1024) 64 | ceil | int64 }}Mi
+- name: socket
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .model.shmGi }}Gi
+- name: tmp
+  emptyDir: {}
+- name: sidecar-tmp
+  emptyDir:
+    sizeLimit: 64Mi
+- name: home
+  {{- if .model.cache.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ .model.cache.existingClaim }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .model.cache.sizeGi }}Gi
+  {{- end }}
+{{- if $config.disk_gb }}
+- name: sidecar-disk
+  emptyDir:
+    # A tenth and a GiB more than the tier may fill: over the limit Kubernetes evicts the whole pod.
+    sizeLimit: {{ addf (mulf $config.disk_gb 1.1) 1 | ceil }}Gi
+{{- end }}
+{{- with .model.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

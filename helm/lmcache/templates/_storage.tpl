@@ -1,0 +1,55 @@
+{{/* The container of a storage pod. Takes: root, component, values. */}}
+{{- define "lmcache.storageContainer" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $name := include "lmcache-common.componentName" . -}}
+- name: storage
+  image: {{ include "lmcache-common.image" (dict "root" .root "image" .values.image "own" true) }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  args: [--config, /etc/lmcache/config.yaml]
+  ports:
+    - {name: http, containerPort: {{ $ports.storage }}}
+    - {name: lm, containerPort: {{ $ports.storageLm }}}
+  env:
+    {{- include "lmcache-common.podEnv" . | nindent 4 }}
+    - name: LMCACHE_STORAGE_INSTANCE_ID
+      value: $(POD_NAME)
+    - name: LMCACHE_STORAGE_ADVERTISE_URL
+      value: lm://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
+    {{- with .values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  securityContext:
+    {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
+  resources:
+    {{- $memoryMi := addf (mulf .values.config.memory_gb 1024) .values.memoryOverheadMi | ceil }}
+    {{- include "lmcache-common.resourcesWithMemory" (dict "resources" .values.resources "memoryMi" $memoryMi) | nindent 4 }}
+  {{- include "lmcache-common.probes" .values | nindent 2 }}
+  volumeMounts:
+    - {name: config, mountPath: /etc/lmcache, readOnly: true}
+    {{- with include "lmcache.credentialsMount" (dict "root" .root "keys" list) }}
+    {{- . | nindent 4 }}
+    {{- end }}
+    - {name: data, mountPath: /var/lib/lmcache}
+    - {name: tmp, mountPath: /tmp}
+    {{- with .values.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Its volume, where that outlives the pod. The labels are those that never change: the template is immutable. Takes: as above. */}}
+{{- define "lmcache.storageClaim" -}}
+{{- $persistence := .values.persistence -}}
+- metadata:
+    name: data
+    labels:
+      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+  spec:
+    accessModes:
+      {{- toYaml $persistence.accessModes | nindent 6 }}
+    {{- with $persistence.storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ int64 $persistence.sizeGi }}Gi
+{{- end -}}
