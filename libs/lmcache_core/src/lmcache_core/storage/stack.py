@@ -88,13 +88,20 @@ class TierStack:
                 found[i] = tier.name if has else None
         return found
 
-    async def batched_get(self, keys: Sequence[ChunkKey], timeout_s: float = DEFAULT_TIMEOUT_S, prefix_only: bool = False) -> list[Result]:
+    async def batched_get(
+        self,
+        keys: Sequence[ChunkKey],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        prefix_only: bool = False,
+        search_range: Sequence[str] | None = None,
+    ) -> list[Result]:
         """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
 
         Args:
             keys: Their names.
             timeout_s: Deadline for the whole call; what has not come by then is a miss.
             prefix_only: Give back nothing behind the first miss.
+            search_range: Names of the lower tiers that are asked; None means all.
 
         Returns:
             Results in the order of the keys; the caller owns every chunk.
@@ -107,6 +114,8 @@ class TierStack:
                 missing = [i for i, result in enumerate(results) if isinstance(result, Miss)]
                 if not missing:
                     break
+                if search_range is not None and tier.name not in search_range:
+                    continue
                 await self._fill(tier, keys, missing, results, deadline)
         except BaseException:
             _release(results, 0)
@@ -136,6 +145,11 @@ class TierStack:
         """Forget everything (of that tenant) in every tier of this stack; how many were in the one that held most."""
         counts = [await tier.clear(tenant) for tier in (self.hot, *self.lower)]
         return max(counts, default=0)
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes that still wait to be written to slower tiers."""
+        return sum(writer.pending_bytes for writer in self._writers)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of every tier, by its name."""

@@ -1,0 +1,1 @@
+"""Demonstrations of the KV cache that run without an accelerator."""

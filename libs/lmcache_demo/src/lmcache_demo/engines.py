@@ -1,0 +1,56 @@
+"""The demo's side of an engine process."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from lmcache_demo.engine_messages import Answer, Prompt
+from lmcache_demo.processes import DemoError, Process, Processes
+
+READY_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
+
+
+class Engine:
+    """An engine in a process of its own.
+
+    Args:
+        processes: Owner of the process.
+        name: For messages and the log.
+        socket: The sidecar's socket; None for no cache.
+    """
+
+    def __init__(self, processes: Processes, name: str, socket: Path | None) -> None:
+        arguments = [] if socket is None else [str(socket)]
+        self._process: Process = processes.start(
+            name, "lmcache_demo.engine_worker", arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._line(READY_TIMEOUT_S)
+
+    def ask(self, prompt: Prompt) -> Answer:
+        """Let it generate.
+
+        Raises:
+            DemoError: It ended, or did not answer in time.
+        """
+        assert self._process.process.stdin is not None
+        self._process.process.stdin.write(msgspec.json.encode(prompt) + b"\n")
+        self._process.process.stdin.flush()
+        return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=Answer)
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.end()
+
+    def _line(self, timeout_s: float) -> bytes:
+        stdout = self._process.process.stdout
+        assert stdout is not None
+        ready, _, _ = select.select([stdout], [], [], timeout_s)
+        line: bytes = stdout.readline() if ready else b""
+        if not line:
+            raise DemoError(f"{self._process.name} gave no answer within {timeout_s:.0f} s:\n{self._process.tail()}")
+        return line

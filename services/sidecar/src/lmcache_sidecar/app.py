@@ -1,0 +1,19 @@
+"""The sidecar's app."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from lmcache_servicekit.app import create_service_app
+
+from lmcache_sidecar.admin.routes import router
+from lmcache_sidecar.lifespan import lifespan
+from lmcache_sidecar.settings import SidecarSettings
+
+
+def create_app(settings: SidecarSettings) -> FastAPI:
+    """Build the app; its lifespan opens everything.
+
+    Raises:
+        ConfigError: The token file cannot be read.
+    """
+    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=[router])

@@ -1,0 +1,165 @@
+"""Opens the sidecar's parts in order and closes them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import ConfigError
+from lmcache_core.lookup import InstanceReporter, LookupClient
+from lmcache_core.memory import ArenaAllocator, SharedArena, create_shared_arena
+from lmcache_core.memory.shared import unlink_shared_arena
+from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.security import TicketVerifier, read_ticket_keys
+from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.wire import LmServer
+from lmcache_servicekit.secret_file import read_secret_file
+from lmcache_servicekit.state import ServiceState, service_state
+
+from lmcache_sidecar.parts import SidecarParts
+from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings
+from lmcache_sidecar.socket import SessionContext, SocketServer
+
+CLIENT_TIMEOUT_S = 1.0
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Open everything, serve, close everything."""
+    state = service_state(app)
+    async with AsyncExitStack() as exits:
+        app.state.sidecar = await _Opening(state, exits).open()
+        yield
+
+
+class _Opening:
+    """Opens the parts one after the other; `exits` closes them in reverse."""
+
+    def __init__(self, state: ServiceState, exits: AsyncExitStack) -> None:
+        settings = state.settings
+        assert isinstance(settings, SidecarSettings)
+        self._state = state
+        self._settings = settings
+        self._exits = exits
+        self._announcer = TierAnnouncer()
+        self._token = read_secret_file(settings.service_token_file, "service_token_file")
+        self._lookup: LookupClient | None = None
+        self._broker: BrokerClient | None = None
+
+    async def open(self) -> SidecarParts:
+        settings = self._settings
+        salt = read_secret_file(settings.salt_file, "salt_file") or ""
+        arena = await asyncio.to_thread(create_shared_arena, settings.arena_path, int(settings.arena_gb * BYTES_PER_GB))
+        self._exits.callback(unlink_shared_arena, arena)
+        await self._open_clients()
+        stack, local_tiers = await self._open_tiers(arena)
+        tasks = TaskSupervisor("sidecar")
+        self._exits.push_async_callback(tasks.close)
+        context = SessionContext(
+            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, tasks
+        )
+        socket_server = SocketServer(settings.socket_path, context)
+        parts = SidecarParts(
+            settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s
+        )
+        await self._open_peer_server(parts)
+        await self._join(parts)
+        await socket_server.open()
+        self._exits.push_async_callback(socket_server.close)
+        self._add_health_checks(parts)
+        return parts
+
+    async def _open_clients(self) -> None:
+        settings = self._settings
+        if settings.lookup_url is None or settings.broker_url is None:
+            return
+        self._lookup = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S)
+        self._broker = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S)
+        for client in (self._lookup, self._broker):
+            await client.open()
+            self._exits.push_async_callback(client.close)
+
+    async def _open_tiers(self, arena: SharedArena) -> tuple[TierStack, tuple[StorageBackend, ...]]:
+        settings = self._settings
+        hot = LocalCPUBackend(ArenaAllocator(arena.store_view), create_policy(), self._announcer.removed_from(LocalCPUBackend.name))
+        local: list[StorageBackend] = []
+        if settings.disk_path is not None:
+            removed = self._announcer.removed_from(LocalDiskBackend.name)
+            capacity = int(settings.disk_gb * BYTES_PER_GB)
+            local.append(LocalDiskBackend(settings.disk_path, capacity, fsync=settings.disk_fsync, on_removed=removed))
+        distant: list[StorageBackend] = []
+        if self._lookup is not None and self._broker is not None:
+            peers = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)
+            distant.append(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, peers)))
+        if settings.remote_url is not None:
+            remote = create_remote_backend(settings.remote_url, token=self._token, timeout_s=settings.tier_timeout_s)
+            distant.append(BreakerBackend(remote))
+        stack = TierStack(hot, [*local, *distant], self._announcer)
+        await stack.open()
+        self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
+        return stack, (hot, *local)
+
+    async def _open_peer_server(self, parts: SidecarParts) -> None:
+        settings = self._settings
+        verifier = None
+        if settings.ticket_keys_file is not None:
+            verifier = TicketVerifier(read_ticket_keys(settings.ticket_keys_file), settings.instance_id).verify
+        server = LmServer(
+            LocalStore(parts.stack, accepts_puts=lambda: False),
+            self._state.tokens.authenticate,
+            host=settings.lm_host,
+            port=settings.lm_port,
+            verify_ticket=verifier,
+            name=settings.instance_id,
+        )
+        await server.open()
+        self._exits.push_async_callback(server.close)
+        self._state.ports["lm_port"] = server.port
+        parts.distributed_url = settings.distributed_url or f"lm://{settings.lm_host}:{server.port}"
+
+    async def _join(self, parts: SidecarParts) -> None:
+        """Become known to lookup and broker, in the background: neither is waited for."""
+        if self._lookup is None or self._broker is None:
+            return
+        parts.reporter = InstanceReporter(self._lookup, parts.instance, "sidecar", self._announcer.snapshot)
+        self._announcer.connect(parts.reporter, [tier for tier in parts.local_tiers if isinstance(tier, LocalCPUBackend | LocalDiskBackend)])
+        peer = Peer(parts.instance, time.time_ns(), parts.distributed_url, "sidecar", "", "")
+        parts.registration = PeerRegistration(self._broker, peer)
+        for part in (parts.reporter, parts.registration):
+            await part.open()
+            self._exits.push_async_callback(part.close)
+
+    def _add_health_checks(self, parts: SidecarParts) -> None:
+        async def arena_is_whole() -> str:
+            await asyncio.to_thread(_check_arena, parts.arena)
+            return f"{parts.arena.size} bytes"
+
+        async def neighbours() -> str:
+            if not parts.is_registered:
+                raise ConfigError("not registered at lookup or broker; peers cannot find this sidecar")
+            return "registered"
+
+        self._state.health.add("arena", arena_is_whole)
+        self._state.health.add("lookup-and-broker", neighbours, required=False)
+
+
+def _check_arena(arena: SharedArena) -> None:
+    if not Path(arena.path).exists():
+        raise ConfigError(f"the arena file {arena.path} is gone; restart the sidecar")
+
+

@@ -1,0 +1,99 @@
+"""Options of the sidecar."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.security import validate_tenant
+from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+BYTES_PER_GB = 1 << 30
+
+
+def _run_dir() -> Path:
+    return Path(tempfile.gettempdir()) / f"lmcache-{os.getuid()}"
+
+
+class SidecarSettings(ServiceSettings):
+    """Options of the sidecar; sizes are in GB (2^30 bytes).
+
+    Attributes:
+        port: REST for people and probes inside the pod.
+        socket_path: Unix socket for the serving processes of the pod.
+        arena_path: Directory for the shared-memory file, on a volume that the serving container mounts too.
+        arena_gb: Size of the shared memory.
+        disk_path: Directory of the disk tier, or none.
+        disk_gb: Disk space for chunks.
+        disk_fsync: Wait for the disk at each chunk.
+        remote_url: Remote tier, for example `lm://cache-storage:65432`.
+        lookup_url: The lookup service.
+        broker_url: The broker.
+        lm_host: Where to serve chunks to peers.
+        lm_port: Port for peers; 0 takes a free one.
+        distributed_url: Where peers reach this sidecar; by default lm_host and lm_port.
+        ticket_keys_file: Keys that the broker signs tickets with.
+        service_token_file: Token that this sidecar shows to lookup, broker and storage.
+        salt_file: Salt of this pod's tenant, handed to its engines.
+        tenant: Namespace of this pod's chunks.
+        verify_hot: What engines verify when they load from shared memory.
+        tier_timeout_s: Longest wait on lower tiers for one request, seconds.
+        drain_timeout_s: How long pending writes may take at the end, seconds.
+        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, for a kubelet that cannot reach loopback.
+        health_port: Its port; none for no such listener.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")
+
+    port: Port = 8083
+    socket_path: Path = Field(default_factory=lambda: _run_dir() / "sidecar.sock")
+    arena_path: Path = Field(default_factory=lambda: _run_dir() / "arena")
+    arena_gb: float = Field(default=1.0, gt=0, le=65536)
+    disk_path: Path | None = None
+    disk_gb: float = Field(default=0.0, ge=0, le=1 << 20)
+    disk_fsync: bool = False
+    remote_url: str | None = None
+    lookup_url: str | None = None
+    broker_url: str | None = None
+    lm_host: str = "127.0.0.1"
+    lm_port: Port = 65433
+    distributed_url: str | None = None
+    ticket_keys_file: Path | None = None
+    service_token_file: Path | None = None
+    salt_file: Path | None = None
+    tenant: str = "default"
+    verify_hot: Literal["always", "sampled", "never"] = "always"
+    tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
+    drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+    health_host: str = "127.0.0.1"
+    health_port: Port | None = None
+
+    @field_validator("tenant")
+    @classmethod
+    def _check_tenant(cls, value: str) -> str:
+        return validate_tenant(value)
+
+    @field_validator("distributed_url")
+    @classmethod
+    def _check_distributed_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_distributed_url(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> SidecarSettings:
+        if (self.disk_path is None) != (self.disk_gb == 0):
+            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
+        if (self.lookup_url is None) != (self.broker_url is None):
+            raise ValueError("lookup_url and broker_url go together: peers are found through both; set both or none")
+        if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:
+            raise ValueError(
+                f"lm_host={self.lm_host!r} is reachable from other machines, but neither ticket_keys_file nor auth_tokens_file is set: "
+                "set one, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+            )
+        return self
