@@ -1,0 +1,43 @@
+"""When to try a lost server again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+_MAX_EXPONENT = 32
+
+
+class Backoff:
+    """Bounded exponential waiting with jitter: the n-th failure in a row forbids tries for `initial_s * 2^n * (0.5 … 1)`.
+
+    Args:
+        initial_s: First wait.
+        cap_s: Longest wait.
+        clock: Seconds, monotonic.
+        jitter: Random numbers in 0 … 1, the system's by default.
+    """
+
+    def __init__(self, initial_s: float, cap_s: float, clock: Callable[[], float], jitter: Callable[[], float] | None = None) -> None:
+        self._initial_s = initial_s
+        self._cap_s = cap_s
+        self._clock = clock
+        self._jitter = jitter or random.SystemRandom().random
+        self._num_failures = 0
+        self._not_before = float("-inf")
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next try is allowed; 0 when it is allowed now."""
+        return max(0.0, self._not_before - self._clock())
+
+    def failed(self) -> None:
+        """A try failed."""
+        longest = min(self._cap_s, self._initial_s * 2 ** min(self._num_failures, _MAX_EXPONENT))
+        self._num_failures += 1
+        self._not_before = self._clock() + longest * (0.5 + self._jitter() / 2)
+
+    def succeeded(self) -> None:
+        """A try succeeded: the next failure begins anew."""
+        self._num_failures = 0
+        self._not_before = float("-inf")

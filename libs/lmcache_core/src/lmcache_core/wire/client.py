@@ -1,0 +1,244 @@
+"""A client of an lm:// server: one connection, many requests on it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Allocate, Chunk, Miss, Result
+from lmcache_core.wire.backoff import Backoff
+from lmcache_core.wire.connection import Call, ClientConnection
+from lmcache_core.wire.frames import FrameType
+from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Put, PutOk, Remove, RemoveOk
+from lmcache_core.wire.pull import Pull
+from lmcache_core.wire.stream import FrameStream
+
+DEFAULT_PORT = 65432
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client behaves.
+
+    Attributes:
+        timeout_s: Deadline of a call that names none.
+        connect_timeout_s: Deadline of connecting and HELLO; a call's own deadline still holds.
+        put_window: PUTs on their way without an answer.
+        backoff_initial_s: First wait after a failed connection.
+        backoff_cap_s: Longest one.
+        name: This client, for the server's logs and for tickets.
+        tier: Name that chunks from here carry.
+    """
+
+    timeout_s: float = 5.0
+    connect_timeout_s: float = 1.0
+    put_window: int = 8
+    backoff_initial_s: float = 0.05
+    backoff_cap_s: float = 5.0
+    name: str = ""
+    tier: str = "RemoteBackend"
+
+
+class LmClient:
+    """Speaks lm:// to one server.
+
+    It connects when first needed and again after a loss, but not more often than its backoff allows: until then calls fail at once.
+    Calls may run at the same time and may be cancelled. All raise `UnavailableError` when the server cannot be reached, refuses, or
+    does not answer by their deadline, `AuthenticationError` and `ProtocolError` where that is the cause.
+
+    Args:
+        host: Where the server listens.
+        port: Its port.
+        token: Bearer token, None for none.
+        options: How to behave.
+    """
+
+    def __init__(self, host: str, port: int = DEFAULT_PORT, token: str | None = None, options: ClientOptions | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._token = token
+        self._options = options or ClientOptions()
+        self._name = f"lm://{host}:{port}"
+        self._backoff = Backoff(self._options.backoff_initial_s, self._options.backoff_cap_s, time.monotonic)
+        self._connection: ClientConnection | None = None
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection stands right now."""
+        return self._connection is not None and self._connection.is_open
+
+    async def ping(self, timeout_s: float | None = None) -> None:
+        """Ask for a sign of life."""
+        deadline = self._deadline(timeout_s)
+        await self._ask(await self._connect(deadline), Ping(), FrameType.PONG, deadline)
+
+    async def contains(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bool]:
+        """Which of them the server has now."""
+        deadline = self._deadline(timeout_s)
+        present: list[bool] = []
+        while len(present) < len(keys):
+            connection = await self._connect(deadline)
+            batch = keys[len(present) : len(present) + connection.max_batch]
+            answer = await self._ask(connection, Contains(_names(batch)), FrameType.CONTAINS_OK, deadline)
+            if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
+                connection.abort()
+                raise ProtocolError(f"{self._name} did not answer CONTAINS with one boolean a key")
+            present += answer.present
+        return present
+
+    async def get(
+        self,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        prefix_only: bool = False,
+        ticket: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
+        """Fetch chunks, each verified before it is returned.
+
+        Args:
+            keys: Their names.
+            allocate: Where their payloads go.
+            prefix_only: The server stops at the first that is missing.
+            ticket: A broker's ticket, where the server wants one.
+            timeout_s: What has not arrived by then is a miss with reason `deadline`.
+
+        Returns:
+            One result a key, in order; the caller owns the chunks. When the connection is lost underway the rest are misses.
+        """
+        deadline = self._deadline(timeout_s)
+        connection = await self._connect(deadline)
+        results: list[Result] = []
+        try:
+            while len(results) < len(keys):
+                pull = Pull(connection, keys[len(results) : len(results) + connection.max_batch], allocate, self._options.tier)
+                results += await pull.run(prefix_only, ticket, deadline)
+                last = results[-1]
+                if isinstance(last, Miss) and (prefix_only or not pull.is_complete):
+                    results += [last] * (len(keys) - len(results))
+        except BaseException:
+            for result in results:
+                if isinstance(result, Chunk):
+                    result.release()
+            raise
+        return results
+
+    async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
+        """Store chunks (borrowed), several on their way at once. True: the server has the whole, verified chunk."""
+        deadline = self._deadline(timeout_s)
+        connection = await self._connect(deadline)
+        unanswered: deque[Call] = deque()
+        stored: list[bool] = []
+        try:
+            async with asyncio.timeout_at(deadline):
+                for chunk in chunks:
+                    if len(unanswered) >= self._options.put_window:
+                        stored.append(await self._put_answer(connection, unanswered))
+                    unanswered.append(await connection.start(Put(), FrameType.PUT_OK, chunk.head, chunk.memory.byte_array))
+                while unanswered:
+                    stored.append(await self._put_answer(connection, unanswered))
+        except TimeoutError:
+            for call in unanswered:
+                connection.expire(call)
+            raise UnavailableError(f"{self._name}: {len(chunks) - len(stored)} of {len(chunks)} chunks not stored in time") from None
+        except BaseException:
+            for call in unanswered:
+                connection.abandon(call)
+            raise
+        return stored
+
+    async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
+        """Forget chunks; the number that were there."""
+        deadline = self._deadline(timeout_s)
+        num_removed = 0
+        at = 0
+        while at < len(keys):
+            connection = await self._connect(deadline)
+            batch = keys[at : at + connection.max_batch]
+            answer = await self._ask(connection, Remove(_names(batch)), FrameType.REMOVE_OK, deadline)
+            num_removed += answer.count if isinstance(answer, RemoveOk) else 0
+            at += len(batch)
+        return num_removed
+
+    async def close(self) -> None:
+        """End the connection; later calls fail. Idempotent."""
+        self._is_closed = True
+        async with self._connecting:
+            await self._drop_connection()
+
+    async def _put_answer(self, connection: ClientConnection, unanswered: deque[Call]) -> bool:
+        answer = await connection.next_item(unanswered[0])
+        unanswered.popleft()
+        return isinstance(answer, PutOk) and answer.stored
+
+    async def _ask(self, connection: ClientConnection, message: Message, answer: FrameType, deadline: float) -> Message:
+        call: Call | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                call = await connection.start(message, answer)
+                item = await connection.next_item(call)
+        except TimeoutError:
+            if call is not None:
+                connection.expire(call)
+            raise UnavailableError(f"{self._name} did not answer {message.frame_type.name} in time") from None
+        except BaseException:
+            if call is not None:
+                connection.abandon(call)
+            raise
+        assert isinstance(item, Message), "only GET is answered by chunks"
+        return item
+
+    async def _connect(self, deadline: float) -> ClientConnection:
+        if self._connection is not None and self._connection.is_open:
+            return self._connection
+        try:
+            async with asyncio.timeout_at(deadline), self._connecting:
+                if self._connection is not None and self._connection.is_open:
+                    return self._connection
+                if self._is_closed:
+                    raise UnavailableError(f"{self._name}: this client is closed")
+                if self._backoff.wait_s > 0:
+                    raise UnavailableError(f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s")
+                await self._drop_connection()
+                self._connection = await self._open_connection(deadline)
+                return self._connection
+        except TimeoutError:
+            raise UnavailableError(f"{self._name} could not be reached in time") from None
+
+    async def _open_connection(self, deadline: float) -> ClientConnection:
+        loop = asyncio.get_running_loop()
+        connection: ClientConnection | None = None
+        try:
+            async with asyncio.timeout_at(min(deadline, loop.time() + self._options.connect_timeout_s)):
+                _, stream = await loop.create_connection(FrameStream, self._host, self._port)
+                connection = ClientConnection(stream, self._name)
+                await connection.greet(self._token, self._options.name)
+        except BaseException as exc:
+            if connection is not None:
+                await connection.close()
+            if isinstance(exc, (OSError, LMCacheError)):
+                self._backoff.failed()
+            if isinstance(exc, OSError):
+                raise UnavailableError(f"{self._name}: {exc or 'could not be reached in time'}") from exc
+            raise
+        self._backoff.succeeded()
+        return connection
+
+    async def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return asyncio.get_running_loop().time() + (self._options.timeout_s if timeout_s is None else timeout_s)
+
+
+def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
+    return [k.key.canonical() for k in keys]

@@ -1,0 +1,239 @@
+"""The client's side of one connection: who waits for which frame."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record import Allocate, Miss
+from lmcache_core.wire.frames import FrameHeader, FrameType
+from lmcache_core.wire.incoming import IncomingRecord, Received
+from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ChunkHead, ErrorCode, ErrorMessage, Hello, HelloOk, Message
+from lmcache_core.wire.stream import FrameStream
+
+logger = logging.getLogger(__name__)
+
+MAX_UNANSWERED = 1024
+_HELLO_ID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a CHUNK frame brought for the key of that index."""
+
+    index: int
+    record: Received | Miss
+
+
+class Call:
+    """One request that has been sent, and what has come back for it.
+
+    Args:
+        correlation_id: Its number.
+        answer: Type of the frame that ends it.
+        keys: For GET, what was asked for.
+        allocate: For GET, where payloads go.
+    """
+
+    def __init__(self, correlation_id: int, answer: FrameType, keys: Sequence[CacheEngineKey], allocate: Allocate | None) -> None:
+        self.correlation_id = correlation_id
+        self.answer = answer
+        self.keys = keys
+        self.allocate = allocate
+        self.items: asyncio.Queue[Arrival | Message | LMCacheError] = asyncio.Queue()
+        self.seen: set[int] = set()
+        self.abandoned = False
+        self.received_before = 0
+
+    def release(self) -> None:
+        """Give back the memory of what nobody took."""
+        while not self.items.empty():
+            item = self.items.get_nowait()
+            if isinstance(item, Arrival) and isinstance(item.record, Received):
+                item.record.memory.ref_count_down()
+
+
+class ClientConnection:
+    """Sends requests and hands each frame that arrives to the call it belongs to.
+
+    Its reader task runs until `close`, or until the connection is lost or breaks the protocol; then every call fails.
+
+    Args:
+        stream: A fresh connection.
+        name: Address of the server, for messages.
+    """
+
+    def __init__(self, stream: FrameStream, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._calls: dict[int, Call] = {}
+        self._last_id = _HELLO_ID
+        self._current: FrameHeader | None = None
+        self._incoming: IncomingRecord | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self.max_batch = 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent."""
+        return self._stream.is_open and self._reader is not None and not self._reader.done()
+
+    async def greet(self, token: str | None, client: str) -> None:
+        """Exchange HELLO and start the reader.
+
+        Raises:
+            AuthenticationError: The server does not take the token.
+            VersionError: No version in common.
+            ProtocolError: The answer is not one.
+            UnavailableError: The connection ended, or the server is busy.
+        """
+        await self._stream.send_message(_HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, [], token, client))
+        header = await self._stream.read_header()
+        if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
+            raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")
+        answer = await self._stream.read_message(header)
+        if not isinstance(answer, HelloOk):
+            raise self._refusal(answer)
+        if not VERSION_MIN <= answer.version <= VERSION_MAX:
+            raise VersionError(f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to {VERSION_MAX}")
+        self.max_batch = answer.max_batch
+        self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
+
+    async def start(
+        self,
+        message: Message,
+        answer: FrameType,
+        *blob: bytes | memoryview,
+        keys: Sequence[CacheEngineKey] = (),
+        allocate: Allocate | None = None,
+    ) -> Call:
+        """Send a request. The caller ends the call with `finish` or `abandon`.
+
+        Raises:
+            UnavailableError: The connection is lost, or too many requests were never answered.
+        """
+        if len(self._calls) >= MAX_UNANSWERED:
+            self._stream.abort()
+            raise UnavailableError(f"{self._name} left {MAX_UNANSWERED} requests unanswered")
+        self._last_id += 1
+        call = Call(self._last_id, answer, keys, allocate)
+        call.received_before = self._stream.num_received
+        self._calls[call.correlation_id] = call
+        try:
+            await self._stream.send_message(call.correlation_id, message, *blob)
+        except BaseException:
+            self._forget_unsent(call)
+            raise
+        return call
+
+    async def next_item(self, call: Call) -> Arrival | Message:
+        """What comes next for that call.
+
+        Raises:
+            UnavailableError: The connection is lost, or the server refused the request.
+            AuthenticationError: The server refused the request for want of credentials.
+        """
+        item = await call.items.get()
+        if isinstance(item, LMCacheError):
+            raise UnavailableError(f"{self._name}: {item}") from item
+        if isinstance(item, ErrorMessage):
+            raise self._refusal(item)
+        return item
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for that call any more: give its memory back; frames still to come for it are drained."""
+        call.abandoned = True
+        call.release()
+        if self._incoming is not None and self._current is not None and self._current.correlation_id == call.correlation_id:
+            self._incoming.drop()
+
+    def expire(self, call: Call) -> None:
+        """The call's deadline has passed: abandon it, and give the connection up if it has come to a standstill.
+
+        That is: nothing at all has arrived since the call began, or a frame is half read that nobody else waits for.
+        """
+        owner = self._calls.get(self._current.correlation_id) if self._current is not None else None
+        is_half_read = self._current is not None or self._stream.num_staged > 0
+        self.abandon(call)
+        silent = self._stream.num_received == call.received_before
+        if silent or (is_half_read and (owner is None or owner.abandoned)):
+            self._stream.abort()
+
+    def abort(self) -> None:
+        """Give the connection up; every call on it fails."""
+        self._stream.abort()
+
+    async def close(self) -> None:
+        """Abort the connection, join the reader and fail what still waits."""
+        self._stream.abort()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._stream.wait_closed()
+
+    async def _read_frames(self) -> None:
+        cause: LMCacheError = UnavailableError("the connection was closed")
+        try:
+            while True:
+                header = await self._stream.read_header()
+                self._current = header
+                message = await self._stream.read_message(header)
+                await self._take(header, message)
+                self._current = None
+        except (ProtocolError, UnavailableError) as exc:
+            cause = exc
+        except Exception:
+            logger.exception("reader of %s failed", self._name)
+            raise
+        finally:
+            self._stream.abort()
+            for call in self._calls.values():
+                call.items.put_nowait(cause)
+            self._calls.clear()
+
+    async def _take(self, header: FrameHeader, message: Message) -> None:
+        if isinstance(message, ErrorMessage) and header.correlation_id == 0:
+            raise ProtocolError(f"the server closed the connection: {message.code}: {message.message}")
+        call = self._calls.get(header.correlation_id)
+        if call is None:
+            raise ProtocolError(f"{header.type.name} for request {header.correlation_id}, which does not wait")
+        if isinstance(message, ChunkHead):
+            await self._take_chunk(call, message.index, header.blob_bytes)
+            return
+        if header.type not in (call.answer, FrameType.ERROR):
+            raise ProtocolError(f"{header.type.name} where {call.answer.name} was due")
+        del self._calls[header.correlation_id]
+        if not call.abandoned:
+            call.items.put_nowait(message)
+
+    async def _take_chunk(self, call: Call, index: int, blob_bytes: int) -> None:
+        if call.allocate is None or index >= len(call.keys) or index in call.seen:
+            raise ProtocolError(f"CHUNK {index}, which was not asked for")
+        call.seen.add(index)
+        if call.abandoned:
+            await self._stream.discard(blob_bytes)
+            return
+        self._incoming = IncomingRecord(self._stream, blob_bytes, call.allocate)
+        try:
+            record = await self._incoming.receive(call.keys[index])
+        finally:
+            self._incoming = None
+        if not call.abandoned:
+            call.items.put_nowait(Arrival(index, record))
+
+    def _forget_unsent(self, call: Call) -> None:
+        """A request that was cancelled before its first byte is none; behind it, the stream has been aborted."""
+        call.release()
+        self._calls.pop(call.correlation_id, None)
+
+    def _refusal(self, answer: Message) -> LMCacheError:
+        if not isinstance(answer, ErrorMessage):
+            return ProtocolError(f"{self._name} sent {answer.frame_type.name} unasked")
+        text = f"{self._name}: {answer.code}: {answer.message}"
+        if answer.code == ErrorCode.AUTHENTICATION:
+            return AuthenticationError(text)
+        return VersionError(text) if answer.code == ErrorCode.VERSION else UnavailableError(text)

@@ -1,0 +1,118 @@
+"""The header of a frame: its 32 bytes, its checksum, its bounds.
+
+Source: `docs/protocols.md`, "lm://". Golden vectors: `tests/contract/golden/frames.json`.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import xxhash
+
+from lmcache_core.errors import ProtocolError
+from lmcache_core.record import MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
+
+MAGIC = b"LMF1"
+HEADER_BYTES = 32
+MAX_META_BYTES = 1 << 20
+MAX_BLOB_BYTES = MAX_PAYLOAD_BYTES + MAX_HEAD_BYTES
+MAX_CORRELATION_ID = (1 << 64) - 1
+
+_HEADER = struct.Struct("<4sB3sQIIQ")
+_CHECKSUM = struct.Struct("<I")
+_CHECKSUM_AT = 20
+_CHECKSUM_END = 24
+_LOW_32_BITS = 0xFFFFFFFF
+_RESERVED = bytes(3)
+
+
+class FrameType(IntEnum):
+    """What a frame says. Numbers never change their meaning."""
+
+    HELLO = 1
+    HELLO_OK = 2
+    CONTAINS = 3
+    CONTAINS_OK = 4
+    GET = 5
+    CHUNK = 6
+    GET_END = 7
+    PUT = 8
+    PUT_OK = 9
+    REMOVE = 10
+    REMOVE_OK = 11
+    PING = 12
+    PONG = 13
+    ERROR = 14
+
+
+_WITH_BLOB = frozenset({FrameType.CHUNK, FrameType.PUT})
+
+
+class FrameHeader(NamedTuple):
+    """The header of one frame.
+
+    Attributes:
+        type: What the frame says.
+        correlation_id: The request it belongs to; 0 is the connection itself.
+        meta_bytes: Length of the MessagePack part.
+        blob_bytes: Length of the raw bytes behind it.
+    """
+
+    type: FrameType
+    correlation_id: int
+    meta_bytes: int
+    blob_bytes: int
+
+
+def build_header(header: FrameHeader) -> bytes:
+    """The 32 bytes of a header.
+
+    Raises:
+        ProtocolError: A field is out of bounds.
+    """
+    _check_bounds(header)
+    kind, correlation_id, meta_bytes, blob_bytes = header
+    data = bytearray(_HEADER.pack(MAGIC, kind, _RESERVED, correlation_id, meta_bytes, 0, blob_bytes))
+    _CHECKSUM.pack_into(data, _CHECKSUM_AT, _checksum(data))
+    return bytes(data)
+
+
+def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
+    """Read and check the header of a frame.
+
+    Args:
+        data: Exactly `HEADER_BYTES` bytes.
+
+    Raises:
+        ProtocolError: They are not the header of a frame, are damaged, or break a bound.
+    """
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"a frame header of {len(data)} bytes")
+    magic, kind, reserved, correlation_id, meta_bytes, checksum, blob_bytes = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError("not a frame: wrong magic")
+    if checksum != _checksum(data):
+        raise ProtocolError("a frame header with a wrong checksum")
+    if reserved != _RESERVED or not FrameType.HELLO <= kind <= FrameType.ERROR:
+        raise ProtocolError(f"a frame of unknown type {kind}")
+    header = FrameHeader(FrameType(kind), correlation_id, meta_bytes, blob_bytes)
+    _check_bounds(header)
+    return header
+
+
+def _check_bounds(header: FrameHeader) -> None:
+    low = 0 if header.type is FrameType.ERROR else 1
+    if not low <= header.correlation_id <= MAX_CORRELATION_ID:
+        raise ProtocolError(f"{header.type.name} with correlation id {header.correlation_id}")
+    if not 0 < header.meta_bytes <= MAX_META_BYTES:
+        raise ProtocolError(f"{header.type.name} with {header.meta_bytes} bytes of meta")
+    if not 0 <= header.blob_bytes <= (MAX_BLOB_BYTES if header.type in _WITH_BLOB else 0):
+        raise ProtocolError(f"{header.type.name} with a blob of {header.blob_bytes} bytes")
+
+
+def _checksum(data: bytes | bytearray | memoryview) -> int:
+    hasher = xxhash.xxh3_64(memoryview(data)[:_CHECKSUM_AT])
+    hasher.update(memoryview(data)[_CHECKSUM_END:])
+    return hasher.intdigest() & _LOW_32_BITS

@@ -1,0 +1,226 @@
+"""The MessagePack part of each frame type, as structs whose every field is bounded.
+
+Messages from HELLO on belong to one agreed version, so that surplus fields are refused; HELLO, HELLO_OK and ERROR, which
+cross versions, ignore them.
+
+Source: `docs/protocols.md`, "lm://". Golden vectors: `tests/contract/golden/frames.json`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from lmcache_core.errors import ProtocolError
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
+from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
+
+VERSION_MIN = 1
+VERSION_MAX = 1
+MAX_BATCH_KEYS = 128
+MAX_TOKEN_CHARS = 512
+MAX_TICKET_CHARS = 4096
+MAX_NAME_CHARS = 128
+MAX_CAPABILITIES = 32
+MAX_ERROR_CHARS = 512
+
+_Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+_Names = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
+_Version = Annotated[int, Meta(ge=0, le=65535)]
+_Index = Annotated[int, Meta(ge=0, lt=MAX_BATCH_KEYS)]
+_Keys = Annotated[list[Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]], Meta(max_length=MAX_BATCH_KEYS)]
+
+
+class ErrorCode(StrEnum):
+    """What an ERROR frame is about."""
+
+    VERSION = "version"
+    AUTHENTICATION = "authentication"
+    PROTOCOL = "protocol"
+    BUSY = "busy"
+    BAD_REQUEST = "bad_request"
+    UNAVAILABLE = "unavailable"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """What every frame's meta has in common: the type of frame that carries it."""
+
+    frame_type: ClassVar[FrameType]
+
+
+class Hello(Message, frozen=True, array_like=True):
+    """Opens a connection.
+
+    Attributes:
+        version_min: Oldest version the client speaks.
+        version_max: Newest one.
+        capabilities: Names of optional abilities; none is defined yet.
+        token: Bearer token, nil without one.
+        client: Name of the client, for logs and to compare tickets with.
+    """
+
+    frame_type = FrameType.HELLO
+    version_min: _Version
+    version_max: _Version
+    capabilities: _Names
+    token: Annotated[str, Meta(max_length=MAX_TOKEN_CHARS)] | None
+    client: _Name
+
+
+class HelloOk(Message, frozen=True, array_like=True):
+    """Accepts a connection.
+
+    Attributes:
+        version: Version that both speak from here on.
+        capabilities: Those of the client's that the server has too.
+        server: Name of the server, for logs.
+        max_batch: Most keys in one request.
+    """
+
+    frame_type = FrameType.HELLO_OK
+    version: _Version
+    capabilities: _Names
+    server: _Name
+    max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH_KEYS)]
+
+
+class Contains(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks which keys are there."""
+
+    frame_type = FrameType.CONTAINS
+    keys: _Keys
+
+
+class ContainsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers CONTAINS, in the order of its keys."""
+
+    frame_type = FrameType.CONTAINS_OK
+    present: Annotated[list[bool], Meta(max_length=MAX_BATCH_KEYS)]
+
+
+class Get(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks for chunks.
+
+    Attributes:
+        keys: Their names.
+        prefix_only: Stop at the first that is missing.
+        ticket: A broker's ticket, nil without one.
+    """
+
+    frame_type = FrameType.GET
+    keys: _Keys
+    prefix_only: bool
+    ticket: Annotated[str, Meta(max_length=MAX_TICKET_CHARS)] | None
+
+
+class ChunkHead(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Announces the record in the blob: the answer to the key of that index."""
+
+    frame_type = FrameType.CHUNK
+    index: _Index
+
+
+class GetEnd(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Ends the answer to GET: `(index, reason)` of what was not sent."""
+
+    frame_type = FrameType.GET_END
+    misses: Annotated[list[tuple[_Index, _Name]], Meta(max_length=MAX_BATCH_KEYS)]
+
+
+class Put(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Announces the record in the blob, to be kept."""
+
+    frame_type = FrameType.PUT
+
+
+class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers PUT: whether the store holds the chunk now and, if not, why."""
+
+    frame_type = FrameType.PUT_OK
+    stored: bool
+    reason: _Name
+
+
+class Remove(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks to forget chunks."""
+
+    frame_type = FrameType.REMOVE
+    keys: _Keys
+
+
+class RemoveOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers REMOVE: how many were there."""
+
+    frame_type = FrameType.REMOVE_OK
+    count: Annotated[int, Meta(ge=0, le=MAX_BATCH_KEYS)]
+
+
+class Ping(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks for a sign of life."""
+
+    frame_type = FrameType.PING
+
+
+class Pong(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answers PING."""
+
+    frame_type = FrameType.PONG
+
+
+class ErrorMessage(Message, frozen=True, array_like=True):
+    """Refuses a request, or with correlation id 0 the connection.
+
+    Attributes:
+        code: One of `ErrorCode`, or one of a later version.
+        message: For people.
+    """
+
+    frame_type = FrameType.ERROR
+    code: _Name
+    message: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+
+
+_MESSAGES: tuple[type[Message], ...] = (
+    Hello,
+    HelloOk,
+    Contains,
+    ContainsOk,
+    Get,
+    ChunkHead,
+    GetEnd,
+    Put,
+    PutOk,
+    Remove,
+    RemoveOk,
+    Ping,
+    Pong,
+    ErrorMessage,
+)
+_DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> bytes:
+    """Everything of a frame but its blob.
+
+    Raises:
+        ProtocolError: A bound would be broken.
+    """
+    meta = _ENCODER.encode(message)
+    return build_header(FrameHeader(message.frame_type, correlation_id, len(meta), blob_bytes)) + meta
+
+
+def parse_meta(frame_type: FrameType, meta: bytes | bytearray | memoryview) -> Message:
+    """Read the MessagePack part of a frame.
+
+    Raises:
+        ProtocolError: It is not what that type of frame carries, or breaks a bound.
+    """
+    try:
+        return _DECODERS[frame_type].decode(meta)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"{frame_type.name}: {exc}") from exc

@@ -1,0 +1,106 @@
+"""What an lm:// server serves, for whom, and within which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk, Result
+from lmcache_core.wire.frames import MAX_BLOB_BYTES
+from lmcache_core.wire.messages import MAX_BATCH_KEYS
+
+
+class ServedStore(Protocol):
+    """Where a server keeps chunks. Failures of the store as a whole are raised as `UnavailableError`."""
+
+    def allocate(self, num_bytes: int) -> MemoryObj | None:
+        """Memory for a payload on its way in, one reference owned by the caller; None when there is no room."""
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of them are there."""
+
+    async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        """Chunks, a reference each owned by the caller, or why they are missing. Called with at most `get_batch` keys."""
+
+    async def put(self, chunk: Chunk) -> bool:
+        """Keep a whole, verified chunk (borrowed: take a reference to keep the memory). True: it is visible now."""
+
+    async def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks; the number that were there."""
+
+
+class HasTenant(Protocol):
+    """An authenticated caller, for example a `Principal`."""
+
+    @property
+    def tenant(self) -> str:
+        """Namespace of all that the caller stores and reads."""
+
+
+class PullTicket(Protocol):
+    """A verified ticket, for example a `Ticket`."""
+
+    @property
+    def tenant(self) -> str:
+        """The only namespace that may be read."""
+
+    @property
+    def requester(self) -> str:
+        """Name that the client gives in its HELLO."""
+
+
+Authenticate = Callable[[str | None], HasTenant]
+VerifyTicket = Callable[[str], PullTicket]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds of what one client can make a server do.
+
+    Attributes:
+        max_connections: Connections at once; above it a newcomer is told `busy`.
+        max_in_flight: Requests of one connection at once; above it the connection is not read.
+        max_batch: Keys in one request.
+        max_blob_bytes: Longest record that is taken.
+        get_batch: Chunks of one GET that are referenced at once.
+        hello_timeout_s: From the connection to its HELLO.
+        idle_timeout_s: Longest silence of a connection without requests.
+        transfer_timeout_s: For the rest of a frame, read or written, plus the time that `min_bytes_per_s` gives it.
+        min_bytes_per_s: Slowest transfer of a blob.
+    """
+
+    max_connections: int = 256
+    max_in_flight: int = 32
+    max_batch: int = MAX_BATCH_KEYS
+    max_blob_bytes: int = MAX_BLOB_BYTES
+    get_batch: int = 4
+    hello_timeout_s: float = 5.0
+    idle_timeout_s: float = 300.0
+    transfer_timeout_s: float = 10.0
+    min_bytes_per_s: int = 1 << 20
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Longest time that a frame with a blob of that size may take."""
+        return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Everything that the sessions of one server share.
+
+    Attributes:
+        store: Where chunks are.
+        authenticate: Maps HELLO's token to who it belongs to, or raises `AuthenticationError`.
+        verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may still GET.
+        limits: Bounds.
+        name: For clients' logs.
+    """
+
+    store: ServedStore
+    authenticate: Authenticate
+    verify_ticket: VerifyTicket | None
+    limits: ServerLimits
+    name: str

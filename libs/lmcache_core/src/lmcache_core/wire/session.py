@@ -1,0 +1,258 @@
+"""The server's side of one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import AuthenticationError, IdentityError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.wire import messages
+from lmcache_core.wire.frames import FrameHeader, FrameType
+from lmcache_core.wire.incoming import IncomingRecord, Received
+from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ErrorCode, ErrorMessage, Message
+from lmcache_core.wire.served import Service
+from lmcache_core.wire.stream import FrameStream
+
+logger = logging.getLogger(__name__)
+
+TIER = "lm"
+GOODBYE_TIMEOUT_S = 1.0
+
+_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.PUT, FrameType.REMOVE, FrameType.PING})
+
+
+class Session:
+    """Serves one connection: reads frames in order, answers requests side by side.
+
+    Args:
+        stream: The connection.
+        service: What is served.
+    """
+
+    def __init__(self, stream: FrameStream, service: Service) -> None:
+        self._stream = stream
+        self._service = service
+        self._limits = service.limits
+        self._requests = TaskSupervisor("lm-session", service.limits.max_in_flight)
+        self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
+        self._unstored: dict[int, Received] = {}
+        self._tenant: str | None = None
+        self._client = ""
+        self._last_id = 0
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Serve until the client leaves, breaks the protocol or falls silent. Gives everything back."""
+        try:
+            await self._greet()
+            await self._serve()
+            await self._requests.close(self._limits.transfer_timeout_s)
+        except (ProtocolError, AuthenticationError) as exc:
+            logger.info("lm connection from %s refused: %s", self._stream.peer(), exc)
+            await say_goodbye(self._stream, _error_message(exc))
+        except (UnavailableError, TimeoutError) as exc:
+            logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)
+        finally:
+            await self._requests.close()
+            for record in self._unstored.values():
+                record.memory.ref_count_down()
+            self._unstored.clear()
+            await end(self._stream)
+
+    def drain(self) -> None:
+        """Take no more requests; the connection ends when those underway are answered."""
+        self._is_draining = True
+        if not self._requests.num_tasks:
+            self._stream.close()
+
+    async def _greet(self) -> None:
+        async with asyncio.timeout(self._limits.hello_timeout_s):
+            header = await self._stream.read_header()
+            if header.type is not FrameType.HELLO:
+                raise ProtocolError(f"{header.type.name} before HELLO")
+            hello = await self._stream.read_message(header)
+        assert isinstance(hello, messages.Hello)
+        version = min(hello.version_max, VERSION_MAX)
+        if version < max(hello.version_min, VERSION_MIN):
+            raise VersionError(
+                f"this server speaks versions {VERSION_MIN} to {VERSION_MAX}, you {hello.version_min} to {hello.version_max}"
+            )
+        self._last_id = header.correlation_id
+        self._client = hello.client
+        try:
+            self._tenant = self._service.authenticate(hello.token).tenant
+        except AuthenticationError:
+            if self._service.verify_ticket is None or hello.token is not None:
+                raise
+        await self._send(header.correlation_id, messages.HelloOk(version, [], self._service.name, self._limits.max_batch))
+
+    async def _serve(self) -> None:
+        while True:
+            await self._free_slots.acquire()
+            header = await self._next_header()
+            if header is None:
+                return
+            if header.type not in _REQUESTS or header.correlation_id <= self._last_id:
+                raise ProtocolError(f"{header.type.name} {header.correlation_id} behind {self._last_id} is not a request")
+            if header.blob_bytes > self._limits.max_blob_bytes:
+                raise ProtocolError(f"a blob of {header.blob_bytes} bytes; the limit is {self._limits.max_blob_bytes}")
+            self._last_id = header.correlation_id
+            async with asyncio.timeout(self._limits.transfer_s(header.blob_bytes)):
+                message = await self._stream.read_message(header)
+                refusal = await self._receive_record(header) if header.type is FrameType.PUT else None
+            self._requests.start(header.type.name, self._answer(header.correlation_id, message, refusal))
+
+    async def _next_header(self) -> FrameHeader | None:
+        """The next request's header; None when the session takes no more."""
+        while not self._is_draining:
+            try:
+                async with asyncio.timeout(self._limits.idle_timeout_s):
+                    header = await self._stream.read_header()
+            except TimeoutError:
+                if not self._requests.num_tasks or self._stream.num_staged:
+                    raise
+            else:
+                return header
+        return None
+
+    async def _receive_record(self, header: FrameHeader) -> Miss | None:
+        """Take the record of a PUT off the stream; it is kept in `_unstored`, so that it has an owner whatever becomes of the request."""
+        if self._tenant is None:
+            await self._stream.discard(header.blob_bytes)
+            return None
+        record = await IncomingRecord(self._stream, header.blob_bytes, self._service.store.allocate).receive(None)
+        if isinstance(record, Miss):
+            return record
+        self._unstored[header.correlation_id] = record
+        return None
+
+    async def _answer(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:
+        try:
+            await self._dispatch(correlation_id, message, refusal)
+        except LMCacheError as exc:
+            if self._stream.is_open:
+                await self._refuse(correlation_id, exc)
+        except TimeoutError:
+            self._stream.abort()
+        except Exception:
+            self._stream.abort()
+            raise
+        finally:
+            self._free_slots.release()
+            if self._is_draining and self._requests.num_tasks <= 1:
+                self._stream.close()
+
+    async def _dispatch(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:
+        store = self._service.store
+        match message:
+            case messages.Ping():
+                await self._send(correlation_id, messages.Pong())
+            case messages.Contains():
+                present = await store.contains(self._keys(message))
+                await self._send(correlation_id, messages.ContainsOk(present))
+            case messages.Get():
+                await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
+            case messages.Remove():
+                await self._send(correlation_id, messages.RemoveOk(await store.remove(self._keys(message))))
+            case messages.Put():
+                reason = await self._store(correlation_id, self._tenant_for(message)) if refusal is None else refusal.reason.value
+                await self._send(correlation_id, messages.PutOk(not reason, reason))
+
+    async def _send_chunks(self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool) -> None:
+        misses: list[tuple[int, str]] = []
+        size = self._limits.get_batch
+        for begin in range(0, len(keys), size):
+            batch = keys[begin : begin + size]
+            results = await self._service.store.get(batch)
+            try:
+                for index, (_, result) in enumerate(zip(batch, results, strict=True), begin):
+                    if isinstance(result, Chunk):
+                        await self._send(correlation_id, messages.ChunkHead(index), result.head, result.memory.byte_array)
+                    else:
+                        misses.append((index, result.reason.value))
+                        if prefix_only:
+                            break
+            finally:
+                for result in results:
+                    if isinstance(result, Chunk):
+                        result.release()
+            if prefix_only and misses:
+                break
+        await self._send(correlation_id, messages.GetEnd(misses))
+
+    async def _store(self, correlation_id: int, tenant: str) -> str:
+        """Verify and keep the record of a PUT; the reason why not, "" when it is kept."""
+        record = self._unstored[correlation_id]
+        try:
+            if not await record.verify():
+                return MissReason.CORRUPT.value
+            key = ChunkKey(tenant, record.header.engine_key())
+            is_kept = await self._service.store.put(Chunk(key, record.header, record.head, record.memory, TIER))
+            return "" if is_kept else MissReason.NO_MEMORY.value
+        finally:
+            del self._unstored[correlation_id]
+            record.memory.ref_count_down()
+
+    def _keys(self, message: messages.Contains | messages.Get | messages.Remove) -> list[ChunkKey]:
+        if len(message.keys) > self._limits.max_batch:
+            raise IdentityError(f"{len(message.keys)} keys; the limit is {self._limits.max_batch}")
+        tenant = self._tenant_for(message)
+        return [ChunkKey(tenant, CacheEngineKey.from_canonical(key)) for key in message.keys]
+
+    def _tenant_for(self, message: Message) -> str:
+        """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
+        if self._tenant is not None:
+            return self._tenant
+        verify_ticket = self._service.verify_ticket
+        if verify_ticket is None or not isinstance(message, messages.Get) or message.ticket is None:
+            raise AuthenticationError(f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket")
+        ticket = verify_ticket(message.ticket)
+        if ticket.requester != self._client:
+            raise AuthenticationError("the ticket is for another requester")
+        return ticket.tenant
+
+    async def _refuse(self, correlation_id: int, exc: LMCacheError) -> None:
+        with contextlib.suppress(UnavailableError, TimeoutError):
+            await self._send(correlation_id, _error_message(exc))
+
+    async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
+        async with asyncio.timeout(self._limits.transfer_s(sum(len(part) for part in blob))):
+            await self._stream.send_message(correlation_id, message, *blob)
+
+
+async def say_goodbye(stream: FrameStream, message: ErrorMessage) -> None:
+    """Tell the other side why its connection ends, if it listens."""
+    with contextlib.suppress(UnavailableError, TimeoutError):
+        async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+            await stream.send_message(0, message)
+
+
+async def end(stream: FrameStream) -> None:
+    """Send what is buffered, for a little while, and close."""
+    stream.close()
+    try:
+        async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+            await stream.wait_closed()
+    except TimeoutError:
+        stream.abort()
+        await stream.wait_closed()
+
+
+def _error_message(exc: LMCacheError) -> ErrorMessage:
+    match exc:
+        case VersionError():
+            code = ErrorCode.VERSION
+        case ProtocolError():
+            code = ErrorCode.PROTOCOL
+        case AuthenticationError():
+            code = ErrorCode.AUTHENTICATION
+        case IdentityError():
+            code = ErrorCode.BAD_REQUEST
+        case _:
+            code = ErrorCode.UNAVAILABLE
+    return ErrorMessage(code.value, str(exc)[: messages.MAX_ERROR_CHARS])

@@ -1,0 +1,277 @@
+"""A byte stream that receives straight into the caller's memory and sends with backpressure."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, parse_header
+from lmcache_core.wire.messages import Message, build_frame, parse_meta
+
+STAGING_BYTES = 64 << 10
+STAGED_READ_BYTES = 4 << 10
+SLICE_BYTES = 256 << 10
+
+OnOpen = Callable[["FrameStream"], None]
+
+
+class FrameStream(asyncio.BufferedProtocol):
+    """One connection, pulled by one reader.
+
+    A read of more than `STAGED_READ_BYTES` receives from the socket into the memory it was given, without a copy but for what was
+    staged before. Short reads go through a staging buffer of `STAGING_BYTES`, so that a header does not cost a system call; while
+    nobody reads and the staging buffer is full, the socket is not read either.
+
+    Works under any asyncio transport: TCP, Unix, TLS.
+
+    Args:
+        on_open: Called when the connection is up, on the event loop.
+    """
+
+    def __init__(self, on_open: OnOpen | None = None) -> None:
+        self._on_open = on_open
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._start = 0
+        self._end = 0
+        self._target: memoryview | None = None
+        self._num_missing = 0
+        self._num_wanted = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._read_paused = False
+        self._writer: asyncio.Future[None] | None = None
+        self._write_paused = False
+        self._send_lock = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+        self.num_received = 0
+
+    @property
+    def num_staged(self) -> int:
+        """Bytes received that nobody has read."""
+        return self._end - self._start
+
+    @property
+    def is_open(self) -> bool:
+        """Whether bytes can still be sent."""
+        return self._transport is not None and not self._closed.is_set() and not self._transport.is_closing()
+
+    def peer(self) -> str:
+        """Address of the other side, for logs."""
+        return str(self._transport.get_extra_info("peername")) if self._transport else "not connected"
+
+    async def readinto(self, view: memoryview) -> None:
+        """Fill `view`. A cancelled short read loses nothing; a cancelled long one aborts the connection.
+
+        Raises:
+            UnavailableError: The connection ended first.
+        """
+        if len(view) > STAGED_READ_BYTES:
+            num_staged = min(self.num_staged, len(view))
+            self._unstage(view[:num_staged])
+            await self._receive(len(view) - num_staged, view[num_staged:])
+            return
+        if self.num_staged < len(view):
+            self._num_wanted = len(view)
+            try:
+                await self._wait_for_bytes()
+            finally:
+                self._num_wanted = 0
+        self._unstage(view)
+
+    async def discard(self, num_bytes: int) -> None:
+        """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the connection."""
+        num_staged = min(self.num_staged, num_bytes)
+        self._consume(num_staged)
+        await self._receive(num_bytes - num_staged, None)
+
+    def forget_target(self) -> None:
+        """Let the long read that is under way drop its bytes: its memory is not touched from here on."""
+        self._target = None
+
+    async def read_header(self) -> FrameHeader:
+        """Read the next frame's header. May be cancelled without harm.
+
+        Raises:
+            ProtocolError: What came is not one.
+            UnavailableError: The connection ended.
+        """
+        data = bytearray(HEADER_BYTES)
+        await self.readinto(memoryview(data))
+        return parse_header(data)
+
+    async def read_message(self, header: FrameHeader) -> Message:
+        """Read the meta that follows that header. Raises as `read_header`."""
+        meta = bytearray(header.meta_bytes)
+        await self.readinto(memoryview(meta))
+        return parse_meta(header.type, meta)
+
+    async def send_message(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
+        """Send one frame. Raises as `send`."""
+        frame = build_frame(correlation_id, message, sum(len(part) for part in blob))
+        if blob and len(blob[0]) <= STAGED_READ_BYTES:
+            frame += blob[0]
+            blob = blob[1:]
+        await self.send(frame, *blob)
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        """Send the parts with nothing between them. Views may be reused when it returns.
+
+        Cancelled before its first byte it does nothing; cancelled behind that, it aborts the connection.
+
+        Raises:
+            UnavailableError: The connection has ended.
+        """
+        async with self._send_lock:
+            began = False
+            try:
+                for part in parts:
+                    view = memoryview(part)
+                    for at in range(0, len(view), SLICE_BYTES):
+                        await self._until_writable()
+                        self._open_transport().write(view[at : at + SLICE_BYTES])
+                        began = True
+                if any(isinstance(part, memoryview) for part in parts):
+                    await self._until_writable()
+            except asyncio.CancelledError:
+                if began:
+                    self.abort()
+                raise
+
+    def close(self) -> None:
+        """Send what is buffered, then close."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; buffered bytes are lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of a connection that was closed or aborted."""
+        if self._transport is not None:
+            await self._closed.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        if sock is not None:
+            _tune(sock)
+        if self._on_open is not None:
+            self._on_open(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`: where the next bytes go."""
+        if self._num_missing:
+            if self._target is not None:
+                return self._target[-self._num_missing :]
+            return self._staging[: min(self._num_missing, STAGING_BYTES)]
+        if self._end == STAGING_BYTES:
+            num_staged = self.num_staged
+            self._staging[:num_staged] = self._staging[self._start : self._end]
+            self._start, self._end = 0, num_staged
+        return self._staging[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`: that many bytes have come."""
+        self.num_received += nbytes
+        if self._num_missing:
+            self._num_missing -= nbytes
+            if not self._num_missing:
+                _wake(self._reader)
+            return
+        self._end += nbytes
+        if self._num_wanted and self.num_staged >= self._num_wanted:
+            _wake(self._reader)
+        if self.num_staged == STAGING_BYTES and self._transport is not None:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        """See `asyncio.BufferedProtocol`: a half-closed connection is a closed one."""
+        return False
+
+    def pause_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._write_paused = False
+        _wake(self._writer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._closed.set()
+        self._target = None
+        for waiter in (self._reader, self._writer):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(_lost(exc))
+
+    async def _receive(self, num_bytes: int, target: memoryview | None) -> None:
+        if not num_bytes:
+            return
+        assert self._start == self._end, "staged bytes come before these"
+        self._target, self._num_missing = target, num_bytes
+        try:
+            await self._wait_for_bytes()
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            self._target, self._num_missing = None, 0
+
+    async def _wait_for_bytes(self) -> None:
+        assert self._reader is None, "a stream has one reader"
+        if self._closed.is_set():
+            raise _lost(None)
+        self._reader = asyncio.get_running_loop().create_future()
+        if self._read_paused:
+            self._read_paused = False
+            self._open_transport().resume_reading()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    async def _until_writable(self) -> None:
+        if self._write_paused and not self._closed.is_set():
+            assert self._writer is None, "the send lock admits one writer"
+            self._writer = asyncio.get_running_loop().create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+
+    def _open_transport(self) -> asyncio.Transport:
+        if self._transport is None or not self.is_open:
+            raise _lost(None)
+        return self._transport
+
+    def _unstage(self, view: memoryview) -> None:
+        view[:] = self._staging[self._start : self._start + len(view)]
+        self._consume(len(view))
+
+    def _consume(self, num_bytes: int) -> None:
+        self._start += num_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+def _lost(cause: Exception | None) -> UnavailableError:
+    return UnavailableError(f"the connection was lost: {cause}" if cause else "the connection was closed")
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
