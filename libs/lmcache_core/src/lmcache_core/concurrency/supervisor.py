@@ -43,6 +43,7 @@ class TaskSupervisor:
         task = asyncio.get_running_loop().create_task(self._guard(name, work), name=f"{self._name}/{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before its first step never awaits its work
         return True
 
     def repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> bool:
