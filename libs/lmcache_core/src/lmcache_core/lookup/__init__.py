@@ -1,0 +1,40 @@
+"""The lookup service's client, and the reporter that tells the service what an instance holds. No torch."""
+
+from lmcache_core.lookup.client import LookupClient
+from lmcache_core.lookup.json_http import JsonHttpClient
+from lmcache_core.lookup.messages import (
+    MAX_CHUNKS_PER_LOOKUP,
+    MAX_EVENTS_PER_BATCH,
+    MAX_HOLDERS_PER_CHUNK,
+    EventsAck,
+    Holder,
+    Holding,
+    InstanceKind,
+    InstanceLease,
+    LookupAnswer,
+    RouteAnswer,
+    RouteEntry,
+    StoreEvent,
+)
+from lmcache_core.lookup.outbox import Outbox
+from lmcache_core.lookup.reporter import InstanceReporter, ReporterTiming
+
+__all__ = [
+    "LookupClient",
+    "InstanceReporter",
+    "ReporterTiming",
+    "Outbox",
+    "JsonHttpClient",
+    "Holding",
+    "Holder",
+    "LookupAnswer",
+    "RouteAnswer",
+    "RouteEntry",
+    "StoreEvent",
+    "InstanceKind",
+    "InstanceLease",
+    "EventsAck",
+    "MAX_CHUNKS_PER_LOOKUP",
+    "MAX_EVENTS_PER_BATCH",
+    "MAX_HOLDERS_PER_CHUNK",
+]

@@ -1,0 +1,135 @@
+"""The lookup service's client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httpx
+
+from lmcache_core.lookup.json_http import JsonHttpClient
+from lmcache_core.lookup.messages import (
+    MAX_CHUNKS_PER_LOOKUP,
+    EventsAck,
+    EventsRequest,
+    InstanceKind,
+    InstanceLease,
+    LeaseRequest,
+    LookupAnswer,
+    LookupRequest,
+    RouteAnswer,
+    RouteRequest,
+    StoreEvent,
+    chunk_id_text,
+)
+from lmcache_core.security.names import validate_instance_id
+
+
+class LookupClient:
+    """Asks one lookup service. Every failure is an `UnavailableError`; what to do without an answer is the caller's choice.
+
+    Args:
+        base_url: `http://host:port` or `https://host:port`, without credentials.
+        token: Bearer token, or None where the service takes anyone.
+        timeout_s: Limit on each call, from connecting to the last byte.
+        transport: Replaces the network in tests.
+
+    Raises:
+        ConfigError: `base_url` is not of that form.
+    """
+
+    def __init__(
+        self, base_url: str, token: str | None = None, timeout_s: float = 1.0, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._http = JsonHttpClient("lookup", base_url, token, timeout_s, transport=transport)
+
+    async def open(self) -> None:
+        """Make the connection pool. Connects to nothing yet."""
+        await self._http.open()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> LookupAnswer:
+        """Ask who holds the longest prefix of a list of chunks.
+
+        Args:
+            chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
+            exclude: Instances whose holdings do not count, such as the caller itself.
+            timeout_s: Limit on this call instead of the client's.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused, or answered something else than it was asked.
+        """
+        asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
+        if not asked:
+            return LookupAnswer(0, [])
+        body = LookupRequest([chunk_id_text(chunk_id) for chunk_id in asked], list(exclude))
+        answer = self._http.decode(await self._http.call("POST", "/v1/lookup", body, timeout_s=timeout_s), LookupAnswer)
+        if answer.num_prefix > len(asked) or len(answer.holders) != answer.num_prefix:
+            raise self._http.unusable("it does not fit the question")
+        if any(holder.instance in exclude for holders in answer.holders for holder in holders):
+            raise self._http.unusable("it names an excluded instance")
+        return answer
+
+    async def route(self, chunk_ids: Sequence[bytes], *, timeout_s: float | None = None) -> RouteAnswer:
+        """Ask how long a prefix of these chunks each instance holds by itself.
+
+        Args:
+            chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
+            timeout_s: Limit on this call instead of the client's.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused, or answered something else than it was asked.
+        """
+        asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
+        if not asked:
+            return RouteAnswer([])
+        body = RouteRequest([chunk_id_text(chunk_id) for chunk_id in asked])
+        answer = self._http.decode(await self._http.call("POST", "/v1/route", body, timeout_s=timeout_s), RouteAnswer)
+        if any(entry.num_prefix > len(asked) for entry in answer.instances):
+            raise self._http.unusable("it does not fit the question")
+        return answer
+
+    async def renew_instance(self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int) -> InstanceLease:
+        """Take or renew an instance's lease.
+
+        Args:
+            instance_id: Which instance.
+            incarnation: Which of its lives; a higher one ends those below it at once.
+            kind: What it is.
+            ttl_ms: The lease asked for; the service may grant another.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused.
+        """
+        body = LeaseRequest(incarnation, kind, ttl_ms)
+        return self._http.decode(await self._http.call("PUT", _instance_path(instance_id), body), InstanceLease)
+
+    async def end_instance(self, instance_id: str) -> None:
+        """End an instance's lease; none is fine too.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused.
+        """
+        await self._http.call("DELETE", _instance_path(instance_id), absent_ok=True)
+
+    async def send_events(self, instance_id: str, *, incarnation: int, first_sequence: int, events: Sequence[StoreEvent]) -> EventsAck:
+        """Report stores and removals.
+
+        Args:
+            instance_id: Whose.
+            incarnation: Of the lease.
+            first_sequence: Number of the first event; the others follow it without a gap.
+            events: At most 2048.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused. Whether it took the events is then unknown; sending them again
+                is safe.
+        """
+        body = EventsRequest(validate_instance_id(instance_id), incarnation, first_sequence, list(events))
+        return self._http.decode(await self._http.call("POST", "/v1/events", body), EventsAck)
+
+
+def _instance_path(instance_id: str) -> str:
+    return f"/v1/instances/{validate_instance_id(instance_id)}"

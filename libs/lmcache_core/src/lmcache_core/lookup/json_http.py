@@ -1,0 +1,150 @@
+"""JSON over HTTP to one service of ours: one call a method, bounded in time and size, every failure an `UnavailableError`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, TypeVar
+
+import httpx
+import msgspec
+
+from lmcache_core.errors import ConfigError, UnavailableError
+
+T = TypeVar("T")
+
+MAX_RESPONSE_BYTES: Final = 64 << 20
+MAX_CONNECTIONS: Final = 16
+MAX_SHOWN_CHARS: Final = 200
+
+
+class _Problem(msgspec.Struct):
+    title: str = ""
+    detail: str = ""
+
+
+class JsonHttpClient:
+    """A connection pool to one service. The constructor does no I/O; `open` and `close` belong to the owner.
+
+    Args:
+        service: What it is called in errors, for example `lookup`.
+        base_url: `http://host:port` or `https://host:port`, without credentials.
+        token: Bearer token, or None where the service takes anyone.
+        timeout_s: Limit on each call that names none, from connecting to the last byte.
+        transport: Replaces the network in tests.
+
+    Raises:
+        ConfigError: `base_url` is not of that form.
+    """
+
+    def __init__(
+        self, service: str, base_url: str, token: str | None, timeout_s: float, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._name = f"{service} {_check_base_url(service, base_url)}"
+        self._base_url = base_url.rstrip("/")
+        self._token = token
+        self._timeout_s = timeout_s
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+
+    async def open(self) -> None:
+        """Make the connection pool. Connects to nothing yet."""
+        if self._client is not None:
+            return
+        # identity: a compressed answer could grow past its bound. trust_env: a proxy for the internet is no way to a peer.
+        headers = {"accept": "application/json", "accept-encoding": "identity"}
+        if self._token is not None:
+            headers["authorization"] = f"Bearer {self._token}"
+        self._client = httpx.AsyncClient(
+            base_url=self._base_url,
+            headers=headers,
+            timeout=self._timeout_s,
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
+            transport=self._transport,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def call(
+        self, method: str, path: str, body: msgspec.Struct | None = None, *, timeout_s: float | None = None, absent_ok: bool = False
+    ) -> bytes:
+        """Make one call.
+
+        Args:
+            method: HTTP method.
+            path: Below the base URL.
+            body: Sent as JSON.
+            timeout_s: Limit on this call instead of the client's.
+            absent_ok: Whether status 404 is fine too.
+
+        Returns:
+            The answer's body.
+
+        Raises:
+            UnavailableError: No answer in time, one that is too long, or a refusal.
+        """
+        if self._client is None:
+            raise UnavailableError(f"{self._name}: the client is not open")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._client.stream(method, path, content=content, headers=headers, timeout=limit_s) as response,
+            ):
+                data = await self._read(response)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
+            raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip()) from exc
+        if response.is_success or (absent_ok and response.status_code == 404):
+            return data
+        raise UnavailableError(f"{self._name}: status {response.status_code} {_reason(data)}".rstrip())
+
+    def decode(self, data: bytes, kind: type[T]) -> T:
+        """Read an answer's body, checking every bound that `kind` states.
+
+        Raises:
+            UnavailableError: It is not a `kind`.
+        """
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise self.unusable(str(exc)) from exc
+
+    def unusable(self, why: str) -> UnavailableError:
+        """The error for an answer that makes no sense."""
+        return UnavailableError(f"{self._name}: unusable answer: {why}")
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise self.unusable("it is compressed, unasked")
+        data = bytearray()
+        async for part in response.aiter_bytes():
+            data += part
+            if len(data) > MAX_RESPONSE_BYTES:
+                raise self.unusable(f"it is longer than {MAX_RESPONSE_BYTES} bytes")
+        return bytes(data)
+
+
+def _check_base_url(service: str, base_url: str) -> str:
+    """`base_url` itself. Errors do not repeat it: what is wrong with it may be a password."""
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"{service} URL: {exc}; write http://host:port") from exc
+    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
+        raise ConfigError(f"{service} URL: it needs the form http://host:port, without credentials; the token is a setting of its own")
+    return base_url
+
+
+def _reason(data: bytes) -> str:
+    """What a problem document says, quoted and short: it goes into logs."""
+    try:
+        problem = msgspec.json.decode(data, type=_Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return repr((problem.detail or problem.title)[:MAX_SHOWN_CHARS])

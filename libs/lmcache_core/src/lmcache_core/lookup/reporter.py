@@ -1,0 +1,213 @@
+"""Keeps the lookup service told of what one instance holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import UnavailableError
+from lmcache_core.lookup.client import LookupClient
+from lmcache_core.lookup.messages import MAX_EVENTS_PER_BATCH, Holding, InstanceKind, validate_tier
+from lmcache_core.lookup.outbox import Outbox, event_of
+from lmcache_core.security.names import validate_instance_id
+from lmcache_core.wire.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE: Final = 3
+
+_RESTART_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReporterTiming:
+    """How a reporter paces itself.
+
+    Attributes:
+        ttl_ms: The lease to ask for; it is renewed three times within the lease that the service grants.
+        gather_s: How long the first event waits for others, in seconds.
+        retry_s: First wait after a failure; it doubles up to `max_retry_s`.
+        max_retry_s: Longest wait after a failure or between two resyncs.
+        max_pending: Bound on events that wait while the service is away; beyond it a resync replaces them.
+    """
+
+    ttl_ms: int = 15_000
+    gather_s: float = 0.02
+    retry_s: float = 0.25
+    max_retry_s: float = 15.0
+    max_pending: int = 65_536
+
+
+class InstanceReporter:
+    """Owns an instance's lease and the sequenced events of its stores and removals.
+
+    A service that is away is never the caller's problem: nothing here raises for it or waits for it. Events wait, bounded; when they are
+    too many, or the service has missed some, the reporter takes a higher incarnation and announces everything again.
+
+    All methods belong to the event loop that `open` ran on.
+
+    Args:
+        client: Open for as long as this object is.
+        instance_id: Whose holdings are reported.
+        kind: What the instance is.
+        snapshot: Everything that is held now. Called on the loop, between two events; what `stored` said before is in it.
+        timing: Pace and bounds.
+
+    Raises:
+        ValueError: `instance_id` is not well-formed.
+    """
+
+    def __init__(
+        self,
+        client: LookupClient,
+        instance_id: str,
+        kind: InstanceKind,
+        snapshot: Callable[[], Iterable[Holding]],
+        timing: ReporterTiming | None = None,
+    ) -> None:
+        self._client = client
+        self._instance_id = validate_instance_id(instance_id)
+        self._kind = kind
+        self._snapshot = snapshot
+        self._timing = timing or ReporterTiming()
+        self._outbox = Outbox(self._timing.max_pending)
+        self._backoff = Backoff(self._timing.retry_s, self._timing.max_retry_s, time.monotonic)
+        self._renew_at = self._lease_ends = float("-inf")
+        self._last_incarnation = 0
+        self._num_resyncs = 0
+        self._reachable: bool | None = None
+        self._wake = asyncio.Event()
+        self._supervisor = TaskSupervisor("lookup-reporter", max_tasks=1)
+
+    @property
+    def registered(self) -> bool:
+        """Whether the last lease that the service granted is still running."""
+        return time.monotonic() < self._lease_ends
+
+    @property
+    def synced(self) -> bool:
+        """Whether the service has acknowledged everything, under a running lease."""
+        return self.registered and not self._outbox.needs_resync and self._outbox.num_unacknowledged == 0
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Figures for status pages."""
+        return {
+            "incarnation": self._outbox.incarnation,
+            "num_unacknowledged": self._outbox.num_unacknowledged,
+            "num_resyncs": self._num_resyncs,
+            "num_overflows": self._outbox.num_overflows,
+            "registered": int(self.registered),
+        }
+
+    async def open(self) -> None:
+        """Begin to report. Returns at once, whether or not the service is there."""
+        self._supervisor.repeat("report", self._report, interval_s=_RESTART_S)
+
+    def stored(self, chunk_id: bytes, tier: str, size_bytes: int, tenant: str | None = None) -> None:
+        """Tell that a chunk can be had from now on. Call it after the chunk is complete; see `Holding` for the arguments.
+
+        Raises:
+            ValueError: An argument is malformed.
+        """
+        self._outbox.add(event_of("store", Holding(chunk_id, validate_tier(tier), size_bytes, tenant)))
+        self._wake.set()
+
+    def removed(self, chunk_id: bytes, tier: str, tenant: str | None = None) -> None:
+        """Tell that a chunk is gone from a tier.
+
+        Raises:
+            ValueError: An argument is malformed.
+        """
+        self._outbox.add(event_of("remove", Holding(chunk_id, validate_tier(tier), 0, tenant)))
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stop reporting and end the lease if the service can be reached; otherwise it runs out by itself."""
+        await self._supervisor.close()
+        if not self.registered or self._reachable is False:
+            return
+        self._lease_ends = float("-inf")
+        try:
+            await self._client.end_instance(self._instance_id)
+        except UnavailableError as exc:
+            logger.info("instance %s leaves its lookup lease to run out: %s", self._instance_id, exc)
+
+    async def _report(self) -> None:
+        """Do what is due, wait for the next thing to be due, for ever."""
+        while True:
+            await asyncio.sleep(self._backoff.wait_s)
+            try:
+                await self._advance()
+            except UnavailableError as exc:
+                self._backoff.failed()
+                self._note(False, str(exc))
+                continue
+            if self._outbox.needs_resync:
+                # Resyncs are paced like failures: a service that asks for one each time must not be flooded with announcements.
+                self._backoff.failed()
+            elif self._outbox.num_unacknowledged == 0:
+                self._backoff.succeeded()
+                await self._wait_for_events()
+
+    async def _wait_for_events(self) -> None:
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), max(0.0, self._renew_at - time.monotonic()))
+            await asyncio.sleep(self._timing.gather_s)
+
+    async def _advance(self) -> None:
+        """Hold a lease that is not about to end, then hand over one batch."""
+        if self._outbox.needs_resync:
+            await self._resync()
+        elif time.monotonic() >= self._renew_at:
+            await self._renew(self._outbox.incarnation)
+        if self._outbox.needs_resync or self._outbox.num_unacknowledged == 0:
+            return
+        first_sequence, events = self._outbox.batch(MAX_EVENTS_PER_BATCH)
+        ack = await self._client.send_events(
+            self._instance_id, incarnation=self._outbox.incarnation, first_sequence=first_sequence, events=events
+        )
+        self._take(ack.next_sequence, ack.resync)
+
+    async def _resync(self) -> None:
+        """Take a lease of a higher incarnation first: no announcement is made for a service that is away."""
+        self._last_incarnation = max(time.time_ns(), self._last_incarnation + 1)
+        lease = await self._renew(self._last_incarnation, acknowledges=False)
+        if not lease:
+            return
+        self._num_resyncs += 1
+        self._outbox.begin(self._last_incarnation, self._snapshot())
+
+    async def _renew(self, incarnation: int, *, acknowledges: bool = True) -> bool:
+        """Take or renew the lease.
+
+        Returns:
+            False when the service does not want this incarnation.
+        """
+        asked_at = time.monotonic()
+        lease = await self._client.renew_instance(self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms)
+        self._note(True, f"lease of {lease.ttl_ms} ms")
+        self._lease_ends = float("-inf") if lease.resync else asked_at + lease.ttl_ms / 1000
+        self._renew_at = asked_at + lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
+        if acknowledges:
+            self._take(lease.next_sequence, lease.resync)
+        return not lease.resync
+
+    def _take(self, next_sequence: int, resync: bool) -> None:
+        if resync:
+            self._outbox.lose()
+        else:
+            self._outbox.acknowledge(next_sequence)
+
+    def _note(self, reachable: bool, detail: str) -> None:
+        """Log changes only: a service that is away for an hour is one line."""
+        if reachable != self._reachable:
+            self._reachable = reachable
+            logger.log(logging.INFO if reachable else logging.WARNING, "instance %s: lookup %s", self._instance_id, detail)

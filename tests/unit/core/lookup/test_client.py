@@ -1,0 +1,124 @@
+"""The client believes nothing that the service says before it is checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.lookup import Holder, LookupAnswer, LookupClient, RouteEntry, StoreEvent
+
+A, B = b"a" * 16, b"b" * 16
+HOLDER = {"instance": "pod-1", "kind": "sidecar", "tier": "hot", "size_bytes": 7}
+
+
+async def ask(answer: Any, call: Callable[[LookupClient], Any]) -> tuple[Any, httpx.Request]:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
+
+    client = LookupClient("http://lookup:8081", "secret-token", transport=httpx.MockTransport(handle))
+    await client.open()
+    try:
+        return await call(client), seen[-1]
+    finally:
+        await client.close()
+
+
+async def test_lookup_sends_hex_and_returns_holders() -> None:
+    answer, request = await ask({"num_prefix": 1, "holders": [[HOLDER]]}, lambda c: c.lookup([A, B], ["me"]))
+    assert answer == LookupAnswer(1, [[Holder("pod-1", "sidecar", "hot", 7)]])
+    assert json.loads(request.content) == {"chunk_ids": [A.hex(), B.hex()], "exclude": ["me"]}
+    assert request.headers["authorization"] == "Bearer secret-token"
+
+
+async def test_an_unknown_field_of_a_newer_service_is_ignored() -> None:
+    answer, _ = await ask({"num_prefix": 0, "holders": [], "new": 1}, lambda c: c.lookup([A]))
+    assert answer.num_prefix == 0
+
+
+async def test_nothing_is_asked_about_nothing() -> None:
+    client = LookupClient("http://lookup:8081")
+    assert await client.lookup([]) == LookupAnswer(0, [])
+    assert (await client.route([])).instances == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"num_prefix": 3, "holders": [[HOLDER]] * 3},
+        {"num_prefix": 2, "holders": [[HOLDER]]},
+        {"num_prefix": 1, "holders": [[]]},
+        {"num_prefix": 1, "holders": [[HOLDER] * 17]},
+        {"num_prefix": -1, "holders": []},
+        {"num_prefix": 1, "holders": [[{**HOLDER, "instance": "../etc"}]]},
+        {"num_prefix": 1, "holders": [[{**HOLDER, "instance": "me"}]]},
+        {"num_prefix": 1, "holders": [[{**HOLDER, "size_bytes": -1}]]},
+        {"num_prefix": 1, "holders": [[{**HOLDER, "tier": "a b"}]]},
+        [],
+        httpx.Response(200, content=b"{"),
+        httpx.Response(200, content=b"[" * 100_000),
+        httpx.Response(500, json={"title": "The service failed"}),
+        httpx.Response(200, content=b"x", headers={"content-encoding": "br"}),
+        httpx.Response(302, headers={"location": "http://elsewhere/"}),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_unavailability(answer: Any) -> None:
+    with pytest.raises(UnavailableError):
+        await ask(answer, lambda c: c.lookup([A, B], ["me"]))
+
+
+async def test_route() -> None:
+    answer, _ = await ask({"instances": [{"instance": "x", "num_prefix": 2}]}, lambda c: c.route([A, B]))
+    assert answer.instances == [RouteEntry("x", 2)]
+    with pytest.raises(UnavailableError):
+        await ask({"instances": [{"instance": "x", "num_prefix": 3}]}, lambda c: c.route([A, B]))
+
+
+async def test_lease_and_events() -> None:
+    lease = {"ttl_ms": 5, "next_sequence": 0, "resync": False}
+    answer, request = await ask(lease, lambda c: c.renew_instance("pod-1", incarnation=3, kind="sidecar", ttl_ms=9))
+    assert (answer.ttl_ms, request.method, request.url.path) == (5, "PUT", "/v1/instances/pod-1")
+    event = StoreEvent("store", A.hex(), "hot", 5)
+    _, request = await ask(
+        {"next_sequence": 1, "resync": False}, lambda c: c.send_events("pod-1", incarnation=3, first_sequence=0, events=[event])
+    )
+    assert json.loads(request.content)["events"] == [{"op": "store", "chunk_id": A.hex(), "tier": "hot", "size_bytes": 5}]
+
+
+async def test_ending_a_lease_that_is_gone_is_fine() -> None:
+    await ask(httpx.Response(404, json={}), lambda c: c.end_instance("pod-1"))
+
+
+async def test_a_refusal_is_quoted_without_secrets() -> None:
+    with pytest.raises(UnavailableError, match="status 401 'unknown'") as caught:
+        await ask(httpx.Response(401, json={"detail": "unknown"}), lambda c: c.lookup([A]))
+    assert "secret-token" not in str(caught.value)
+
+
+async def test_a_closed_client_and_a_dead_server_are_unavailability() -> None:
+    with pytest.raises(UnavailableError, match="not open"):
+        await LookupClient("http://lookup:8081").lookup([A])
+    client = LookupClient("http://127.0.0.1:9", timeout_s=0.5)
+    await client.open()
+    with pytest.raises(UnavailableError):
+        await client.lookup([A])
+    await client.close()
+
+
+@pytest.mark.parametrize("url", ["lookup:8081", "ftp://lookup", "http://user:pw@lookup:1", "http://lookup/?q=1", "http://"])
+def test_a_wrong_url_is_a_config_error_that_shows_no_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LookupClient(url)
+    assert "pw" not in str(caught.value)
+
+
+async def test_a_malformed_chunk_id_is_the_callers_error() -> None:
+    client = LookupClient("http://lookup:8081")
+    with pytest.raises(ValueError, match="16 bytes"):
+        await client.lookup([b"short"])

@@ -1,0 +1,210 @@
+"""The reporter against a model of the service that loses, forgets and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from lmcache_core.lookup import Holding, InstanceReporter, LookupClient, ReporterTiming
+
+FAST = ReporterTiming(ttl_ms=300, gather_s=0.0, retry_s=0.01, max_retry_s=0.05, max_pending=8)
+
+
+class ModelService:
+    """Follows `docs/protocols.md`; holds (chunk, tier) pairs of one instance."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.lose_next_answer = False
+        self.incarnation: int | None = None
+        self.ended = False
+        self.next_sequence = 0
+        self.held: set[tuple[str, str]] = set()
+        self.num_event_calls = 0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.away:
+            raise httpx.ConnectError("away", request=request)
+        if request.method == "DELETE":
+            self.ended = True
+            return httpx.Response(204)
+        answer = self._lease(request) if request.method == "PUT" else self._events(request)
+        if self.lose_next_answer:
+            self.lose_next_answer = False
+            raise httpx.ReadTimeout("lost", request=request)
+        return httpx.Response(200, json=answer)
+
+    def forget(self) -> None:
+        self.incarnation, self.next_sequence, self.held = None, 0, set()
+
+    def _lease(self, request: httpx.Request) -> dict[str, object]:
+        body = json.loads(request.content)
+        if self.incarnation is not None and body["incarnation"] < self.incarnation:
+            return {"ttl_ms": body["ttl_ms"], "next_sequence": 0, "resync": True}
+        if body["incarnation"] != self.incarnation:
+            self.incarnation, self.next_sequence, self.held = body["incarnation"], 0, set()
+        return {"ttl_ms": body["ttl_ms"], "next_sequence": self.next_sequence, "resync": False}
+
+    def _events(self, request: httpx.Request) -> dict[str, object]:
+        self.num_event_calls += 1
+        body = json.loads(request.content)
+        if body["incarnation"] != self.incarnation or body["first_sequence"] > self.next_sequence:
+            return {"next_sequence": self.next_sequence, "resync": True}
+        for event in body["events"][self.next_sequence - body["first_sequence"] :]:
+            pair = (event["chunk_id"], event["tier"])
+            self.held.add(pair) if event["op"] == "store" else self.held.discard(pair)
+            self.next_sequence += 1
+        return {"next_sequence": self.next_sequence, "resync": False}
+
+
+class Instance:
+    """What the reporter reports about: a set of chunks."""
+
+    def __init__(self, service: ModelService) -> None:
+        self.client = LookupClient("http://lookup", timeout_s=1.0, transport=httpx.MockTransport(service))
+        self.held: dict[tuple[bytes, str], int] = {}
+        self.reporter = InstanceReporter(self.client, "pod-1", "sidecar", self.snapshot, FAST)
+
+    def snapshot(self) -> list[Holding]:
+        return [Holding(chunk_id, tier, size) for (chunk_id, tier), size in self.held.items()]
+
+    def store(self, number: int) -> None:
+        chunk_id = number.to_bytes(16, "big")
+        self.held[chunk_id, "hot"] = number
+        self.reporter.stored(chunk_id, "hot", number)
+
+    def remove(self, number: int) -> None:
+        chunk_id = number.to_bytes(16, "big")
+        self.held.pop((chunk_id, "hot"), None)
+        self.reporter.removed(chunk_id, "hot")
+
+    def agrees_with(self, service: ModelService) -> bool:
+        return self.reporter.synced and {(chunk_id.hex(), tier) for chunk_id, tier in self.held} == service.held
+
+
+@asynccontextmanager
+async def running(service: ModelService) -> AsyncIterator[Instance]:
+    instance = Instance(service)
+    await instance.client.open()
+    await instance.reporter.open()
+    try:
+        yield instance
+    finally:
+        await instance.reporter.close()
+        await instance.client.close()
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_announces_then_follows() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        for number in range(5):
+            instance.store(number)
+        await eventually(lambda: instance.agrees_with(service))
+        instance.remove(3)
+        await eventually(lambda: instance.agrees_with(service))
+        assert len(service.held) == 4
+    assert service.ended
+
+
+async def test_a_lost_answer_is_not_a_lost_event() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        await eventually(lambda: instance.agrees_with(service))
+        service.lose_next_answer = True
+        instance.store(1)
+        await eventually(lambda: instance.agrees_with(service))
+        assert instance.reporter.stats["num_resyncs"] == 1
+
+
+async def test_a_service_that_is_away_costs_nothing_and_is_caught_up_with() -> None:
+    service = ModelService()
+    service.away = True
+    async with running(service) as instance:
+        for number in range(5):
+            instance.store(number)
+        await asyncio.sleep(0.05)
+        assert not instance.reporter.registered
+        service.away = False
+        await eventually(lambda: instance.agrees_with(service))
+
+
+async def test_too_many_waiting_events_become_one_resync() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        await eventually(lambda: instance.agrees_with(service))
+        service.away = True
+        for number in range(20):
+            instance.store(number)
+        assert instance.reporter.stats["num_overflows"] == 1
+        service.away = False
+        await eventually(lambda: instance.agrees_with(service))
+        assert instance.reporter.stats["num_resyncs"] == 2
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_service_that_forgot_everything_is_told_again(busy: bool) -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        instance.store(1)
+        await eventually(lambda: instance.agrees_with(service))
+        service.forget()
+        if busy:
+            instance.store(2)
+        await eventually(lambda: bool(service.held) and instance.agrees_with(service))
+        assert instance.reporter.stats["num_resyncs"] == 2
+
+
+async def test_a_clock_that_went_back_waits_for_the_old_lease_and_does_not_flood() -> None:
+    service = ModelService()
+    service.incarnation = 1 << 62
+    async with running(service) as instance:
+        instance.store(1)
+        await asyncio.sleep(0.1)
+        assert service.num_event_calls == 0
+        service.forget()
+        await eventually(lambda: instance.agrees_with(service))
+
+
+async def test_closing_without_a_service_is_quick() -> None:
+    service = ModelService()
+    service.away = True
+    async with running(service):
+        await asyncio.sleep(0.02)
+    assert not service.ended
+
+
+async def test_malformed_holdings_are_the_callers_error() -> None:
+    instance = Instance(ModelService())
+    with pytest.raises(ValueError, match="16 bytes"):
+        instance.reporter.stored(b"short", "hot", 1)
+    with pytest.raises(ValueError, match="tier"):
+        instance.reporter.removed(b"c" * 16, "a tier")
+
+
+async def test_a_snapshot_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    service = ModelService()
+    instance = Instance(service)
+    failures = iter([True])
+
+    def snapshot() -> list[Holding]:
+        if next(failures, False):
+            raise RuntimeError("busy")
+        return []
+
+    reporter = InstanceReporter(instance.client, "pod-1", "sidecar", snapshot, FAST)
+    await instance.client.open()
+    await reporter.open()
+    await eventually(lambda: reporter.synced)
+    assert "busy" in caplog.text
+    await reporter.close()
+    await instance.client.close()
