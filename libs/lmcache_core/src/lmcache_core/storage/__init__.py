@@ -1,6 +1,41 @@
-"""Tiers: where chunks are kept."""
+"""Tiers: where chunks are kept. Implementations are imported when first named."""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 
-__all__ = ["Allocate", "Chunk", "Miss", "MissReason", "Result", "StorageBackend"]
+if TYPE_CHECKING:
+    from lmcache_core.storage.disk import LocalDiskBackend
+    from lmcache_core.storage.hot import LocalCPUBackend
+    from lmcache_core.storage.manager import StorageManager
+
+_LAZY = MappingProxyType(
+    {
+        "LocalCPUBackend": "lmcache_core.storage.hot",
+        "LocalDiskBackend": "lmcache_core.storage.disk",
+        "StorageManager": "lmcache_core.storage.manager",
+    }
+)
+
+__all__ = [
+    "Allocate",
+    "Chunk",
+    "LocalCPUBackend",
+    "LocalDiskBackend",
+    "Miss",
+    "MissReason",
+    "Result",
+    "StorageBackend",
+    "StorageManager",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -12,17 +11,15 @@ from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, Miss, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
-from lmcache_core.storage.eviction import EvictionPolicy
+from lmcache_core.storage.eviction import EvictionPolicy, RecentEvictions
 
 if TYPE_CHECKING:
     import torch
 
 MAX_VICTIMS_PER_ALLOCATION = 1024
 """Chunks looked at before an allocation gives up; the next one goes on where it stopped."""
-MAX_RECENT_EVICTIONS = 16384
-"""Evicted keys remembered, to tell a miss by eviction from one that was never stored."""
 
 
 @runtime_checkable
@@ -62,7 +59,7 @@ class LocalCPUBackend(StorageBackend):
         self._lock = threading.Lock()
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._used_bytes = 0
-        self._recent_evictions: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._recent = RecentEvictions()
         self._num_evicted = 0
         self._num_failed_allocations = 0
 
@@ -148,12 +145,17 @@ class LocalCPUBackend(StorageBackend):
     def miss(self, key: ChunkKey) -> Miss:
         """The miss to report for a chunk that is not held: evicted, as far as remembered, or never stored."""
         with self._lock:
-            return Miss(MissReason.EVICTED if key in self._recent_evictions else MissReason.NEVER_STORED)
+            return self._recent.miss(key)
 
     def keys(self) -> list[ChunkKey]:
         """Names of all chunks held now."""
         with self._lock:
             return list(self._chunks)
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size (whole record, bytes) of every chunk held now."""
+        with self._lock:
+            return [(key, chunk.num_bytes) for key, chunk in self._chunks.items()]
 
     def clear_now(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant); the number of chunks."""
@@ -248,7 +250,7 @@ class LocalCPUBackend(StorageBackend):
         self._chunks[chunk.key] = chunk
         self._used_bytes += taken
         self._policy.on_insert(chunk.key, taken)
-        self._recent_evictions.pop(chunk.key, None)
+        self._recent.discard(chunk.key)
 
     def _drop(self, key: ChunkKey) -> None:
         chunk = self._chunks.pop(key)
@@ -259,9 +261,7 @@ class LocalCPUBackend(StorageBackend):
     def _evict(self, key: ChunkKey) -> None:
         self._drop(key)
         self._num_evicted += 1
-        self._recent_evictions[key] = None
-        if len(self._recent_evictions) > MAX_RECENT_EVICTIONS:
-            self._recent_evictions.popitem(last=False)
+        self._recent.add(key)
 
     def _report(self, gone: Sequence[ChunkKey]) -> None:
         if self._on_removed is not None:

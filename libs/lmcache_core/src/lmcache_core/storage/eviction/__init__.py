@@ -7,11 +7,12 @@ from types import MappingProxyType
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.eviction.base import EvictionPolicy
+from lmcache_core.storage.eviction.recent import RecentEvictions
 
 DEFAULT_POLICY = "lru"
 POLICIES = MappingProxyType({"lru": ("lmcache_core.storage.eviction.lru", "LRUPolicy")})
 
-__all__ = ["DEFAULT_POLICY", "EvictionPolicy", "POLICIES", "create_policy"]
+__all__ = ["DEFAULT_POLICY", "EvictionPolicy", "POLICIES", "RecentEvictions", "create_policy"]
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:

@@ -1,0 +1,253 @@
+"""The disk tier: a bounded pool of threads over `DiskStore`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.disk.files import DiskFiles
+from lmcache_core.storage.disk.index import DiskIndex
+from lmcache_core.storage.disk.layout import DiskLayout
+from lmcache_core.storage.disk.lock import DirectoryLock
+from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
+from lmcache_core.storage.eviction import EvictionPolicy, create_policy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NUM_THREADS = 4
+LOAD_WAIT_S = 1.0
+"""How long `open` waits for the directory to be read; a large one goes on in the background."""
+CLOSE_WAIT_S = 10.0
+
+T = TypeVar("T")
+_Job = tuple[int, MemoryObj, "concurrent.futures.Future[Result]"]
+
+
+class LocalDiskBackend(StorageBackend):
+    """Chunks in a directory that one process owns. What is complete is served again after any kind of end.
+
+    A disk that is full, read-only or failing turns into misses and refused writes; it is tried again by itself. Until the
+    directory has been read after a start, its chunks are misses and writes are refused.
+
+    Args:
+        root: The directory; made when missing.
+        capacity_bytes: Hard bound on what lies in it, half-written files included.
+        policy: Which chunks go first; least recently used by default. Belongs to this tier.
+        on_removed: Called on the loop with every key that the tier gives up.
+        fsync: Wait for the device before a chunk counts as kept. Without it a power failure may cost recent chunks, which
+            are then misses.
+        num_threads: Bound on file operations at once.
+        files: How files are touched.
+
+    Raises:
+        ConfigError: The capacity is not positive.
+    """
+
+    name = TIER_NAME
+
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int,
+        policy: EvictionPolicy | None = None,
+        on_removed: OnRemoved | None = None,
+        fsync: bool = False,
+        num_threads: int = DEFAULT_NUM_THREADS,
+        files: DiskFiles | None = None,
+    ) -> None:
+        if capacity_bytes <= 0:
+            raise ConfigError(f"disk tier {root}: capacity of {capacity_bytes} bytes; it must be positive")
+        self._layout = DiskLayout(root)
+        self._files = files or DiskFiles()
+        self._index = DiskIndex(capacity_bytes, policy or create_policy())
+        self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync)
+        self._lock = DirectoryLock(self._layout.lock)
+        self._on_removed = on_removed
+        self._num_threads = num_threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: concurrent.futures.Future[None] | None = None
+        self._running: set[concurrent.futures.Future[Any]] = set()
+
+    async def open(self) -> None:
+        """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
+
+        Raises:
+            ConfigError: Another process owns it.
+            UnavailableError: It cannot be made, locked or read.
+        """
+        assert self._pool is None, "a disk tier is opened once"
+        self._loop = asyncio.get_running_loop()
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lmcache-disk")
+        try:
+            await asyncio.wrap_future(self._submit(self._acquire))
+            self._loading = self._submit(self._store.load)
+            await asyncio.wait([asyncio.wrap_future(self._loading)], timeout=LOAD_WAIT_S)
+            if self._loading.done():
+                self._loading.result()
+            else:
+                self._loading.add_done_callback(_log_failure)
+        except OSError as exc:
+            await self.close()
+            raise UnavailableError(f"disk path {self._layout.root}: {exc.strerror}") from exc
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory up. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        pool.shutdown(wait=False, cancel_futures=True)
+        if self._running:
+            await asyncio.wait([asyncio.wrap_future(future) for future in list(self._running)], timeout=CLOSE_WAIT_S)
+        if self._running:
+            logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
+        else:
+            self._lock.release()
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `StorageBackend.batched_contains`."""
+        return self._index.contains_many(keys)
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate` and verified in the threads."""
+        self._check_open()
+        results: list[Result] = []
+        jobs: list[_Job] = []
+        for i, key in enumerate(keys):
+            entry = self._index.find(key)
+            memory = None if isinstance(entry, Miss) else allocate(entry.payload_bytes)
+            if isinstance(entry, Miss):
+                results.append(entry)
+            elif memory is None:
+                results.append(Miss(MissReason.NO_MEMORY))
+            else:
+                results.append(Miss(MissReason.UNAVAILABLE))
+                jobs.append((i, memory, self._submit(self._store.read, key, entry, memory)))
+        if jobs:
+            await self._await_reads(jobs)
+        for i, memory, future in jobs:
+            if future.cancelled():
+                memory.ref_count_down()
+            else:
+                results[i] = future.result()
+        return results
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `StorageBackend.batched_put`. False also when the disk does not take writes just now."""
+        if self._loading is None or not self._loading.done():
+            return [False] * len(chunks)
+        futures = [self._submit_write(chunk) for chunk in chunks]
+        if futures:
+            await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+        return [not future.cancelled() and future.result() for future in futures]
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """See `StorageBackend.batched_remove`."""
+        return await self._when_loaded(lambda: self._store.remove(keys))
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """See `StorageBackend.clear`."""
+        return await self._when_loaded(lambda: self._store.remove(self._keys_of(tenant)))
+
+    def keys(self) -> list[ChunkKey]:
+        """Names of all chunks held now."""
+        return self._index.keys()
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size (whole record, bytes) of every chunk held now."""
+        return self._index.held()
+
+    def stats(self) -> dict[str, int]:
+        """See `StorageBackend.stats`."""
+        is_loading = self._loading is not None and not self._loading.done()
+        return self._store.stats() | {"is_loading": int(is_loading)}
+
+    def check_integrity(self) -> None:
+        """Compare the books.
+
+        Raises:
+            IntegrityError: They do not balance.
+        """
+        self._index.check_integrity()
+
+    def _check_open(self) -> None:
+        if self._pool is None:
+            raise UnavailableError("the disk tier is not open")
+
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+        self._check_open()
+        assert self._pool is not None
+        future = self._pool.submit(work, *arguments)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    async def _await_reads(self, jobs: Sequence[_Job]) -> None:
+        try:
+            await asyncio.wait([asyncio.wrap_future(future) for _, _, future in jobs])
+            for _, _, future in jobs:
+                if not future.cancelled() and (bug := future.exception()) is not None:
+                    raise bug
+        except BaseException:
+            for _, memory, future in jobs:
+                _abandon(future, memory)
+            raise
+
+    def _acquire(self) -> None:
+        self._files.make_directory(self._layout.root)
+        self._lock.acquire()
+
+    def _keys_of(self, tenant: str | None) -> list[ChunkKey]:
+        held = self._index.keys()
+        return [key for key in held if tenant is None or key.tenant == tenant]
+
+    def _submit_write(self, chunk: Chunk) -> concurrent.futures.Future[bool]:
+        self._check_open()
+        chunk.memory.ref_count_up()
+        future = self._submit(self._store.write, chunk)
+        future.add_done_callback(lambda _: chunk.release())
+        return future
+
+    async def _when_loaded(self, work: Callable[[], int]) -> int:
+        self._check_open()
+        if self._loading is not None:
+            await asyncio.wait([asyncio.wrap_future(self._loading)])
+        return await asyncio.shield(asyncio.wrap_future(self._submit(work)))
+
+    def _report(self, key: ChunkKey) -> None:
+        if self._on_removed is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                self._loop.call_soon_threadsafe(self._on_removed, key)
+
+
+def _abandon(future: concurrent.futures.Future[Result], memory: MemoryObj) -> None:
+    if future.cancel():
+        memory.ref_count_down()
+    else:
+        future.add_done_callback(_release_result)
+
+
+def _release_result(future: concurrent.futures.Future[Result]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        result = future.result()
+        if isinstance(result, Chunk):
+            result.release()
+
+
+def _log_failure(future: concurrent.futures.Future[None]) -> None:
+    if not future.cancelled() and (failure := future.exception()) is not None:
+        logger.error("the disk tier's directory cannot be read; it stays empty: %s", failure)

@@ -1,0 +1,82 @@
+"""Every operation on files that the disk tier does. Tests inject a subclass that fails, or kills its process, at a chosen one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+FILE_MODE = 0o640
+
+
+class DiskFiles:
+    """Blocking file operations; each may raise `OSError`. Stateless, thread-safe."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory and its parents, unless it is there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def list_directory(self, path: Path) -> list[str]:
+        """Names in a directory, sorted."""
+        return sorted(entry.name for entry in path.iterdir())
+
+    def stat(self, path: Path) -> os.stat_result:
+        """Size and times of a file; links are not followed."""
+        return os.lstat(path)
+
+    def create(self, path: Path) -> int:
+        """A descriptor for writing a file that must not exist yet."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
+        """Append all buffers."""
+        left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while left:
+            written = os.writev(fd, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's content is on the device."""
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file its name, over whatever had it."""
+        source.replace(target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in a directory are on the device."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, unless it is gone already."""
+        path.unlink(missing_ok=True)
+
+    def read(self, path: Path, buffers: Sequence[bytearray | memoryview]) -> int:
+        """Fill the buffers from the file's beginning; the number of bytes read, fewer than they hold if the file is shorter."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+            at = 0
+            while left:
+                got = os.preadv(fd, left, at)
+                if got == 0:
+                    break
+                at += got
+                while left and got >= len(left[0]):
+                    got -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][got:]
+            return at
+        finally:
+            os.close(fd)

@@ -1,0 +1,101 @@
+"""Where things lie below the root of a disk tier.
+
+`<tenant>/<2 hex>/<64 hex>.kvr`  one record; the name is the SHA-256 of its canonical key
+`.tmp/*.tmp`                     records that are being written
+`.bad/*.bad`                     records that were found damaged
+`.lock`                          locked by the process that owns the directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import secrets
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+
+RECORD_SUFFIX = ".kvr"
+TEMPORARY_SUFFIX = ".tmp"
+BAD_SUFFIX = ".bad"
+MAX_NAME_BYTES = 255
+BLOCK_BYTES = 4096
+"""A file takes whole blocks of the file system."""
+
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_RECORD = re.compile(r"[0-9a-f]{64}\.kvr")
+
+
+def charged_bytes(num_bytes: int) -> int:
+    """What a file of that size takes of the capacity."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def record_name(key: CacheEngineKey) -> str:
+    """File name of a record."""
+    return hashlib.sha256(key.canonical()).hexdigest() + RECORD_SUFFIX
+
+
+class DiskLayout:
+    """Paths below one root.
+
+    Args:
+        root: The directory of the tier.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lock = root / ".lock"
+        self.temporary = root / ".tmp"
+        self.bad = root / ".bad"
+        self._start = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    def record(self, key: ChunkKey) -> Path:
+        """The file of a chunk.
+
+        Raises:
+            ValueError: The tenant's name cannot be one of a directory.
+        """
+        name = record_name(key.key)
+        return self.root / tenant_directory(key.tenant) / name[:2] / name
+
+    def new_temporary(self) -> Path:
+        """A name that no other writer uses."""
+        return self.temporary / f"{self._start}-{next(self._numbers)}{TEMPORARY_SUFFIX}"
+
+    def new_bad(self) -> Path:
+        """A name for a damaged record."""
+        return self.bad / f"{self._start}-{next(self._numbers)}{BAD_SUFFIX}"
+
+
+def tenant_directory(tenant: str) -> str:
+    """Directory name of a tenant: percent-quoted, never hidden.
+
+    Raises:
+        ValueError: It is empty or too long.
+    """
+    name = quote(tenant, safe="")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if not 0 < len(name) <= MAX_NAME_BYTES:
+        raise ValueError(f"tenant of {len(name)} quoted characters: a directory's name has 1 to {MAX_NAME_BYTES}")
+    return name
+
+
+def tenant_of(directory: str) -> str | None:
+    """The tenant whose directory has that name, None when it is nobody's."""
+    tenant = unquote(directory)
+    return tenant if tenant and tenant_directory(tenant) == directory else None
+
+
+def is_shard(directory: str) -> bool:
+    """Whether a directory of that name holds records."""
+    return _SHARD.fullmatch(directory) is not None
+
+
+def is_record(file_name: str) -> bool:
+    """Whether a file of that name claims to be a record."""
+    return _RECORD.fullmatch(file_name) is not None

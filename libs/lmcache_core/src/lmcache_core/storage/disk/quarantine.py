@@ -1,0 +1,77 @@
+"""Damaged files: set aside for whoever wants to look, a bounded number of them, and gone as soon as their space is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from pathlib import Path
+
+from lmcache_core.storage.disk.files import DiskFiles
+from lmcache_core.storage.disk.index import DiskIndex
+from lmcache_core.storage.disk.layout import DiskLayout
+
+logger = logging.getLogger(__name__)
+
+MAX_BAD_FILES = 8
+
+
+class Quarantine:
+    """Files that are charged but never served. Not thread-safe: the store calls it under its lock for names.
+
+    Args:
+        layout: Where they go.
+        index: What they are charged to.
+        files: How they get there.
+    """
+
+    def __init__(self, layout: DiskLayout, index: DiskIndex, files: DiskFiles) -> None:
+        self._layout = layout
+        self._index = index
+        self._files = files
+        self._held: deque[tuple[Path, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, path: Path, charge: int) -> None:
+        """Set a damaged file aside; the oldest ones above `MAX_BAD_FILES` are removed. Never raises `OSError`.
+
+        Args:
+            path: The file. When it can be neither moved nor removed (a read-only disk), it stays charged where it is.
+            charge: What it takes of the capacity; not charged yet.
+        """
+        held = self._layout.new_bad()
+        try:
+            self._files.make_directory(self._layout.bad)
+            self._files.rename(path, held)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            logger.warning("cannot move damaged file %s aside: %s", path, exc.strerror)
+            held = path
+        self.adopt(held, charge)
+
+    def adopt(self, path: Path, charge: int) -> None:
+        """Hold a file where it is, for removal when its space is needed. Never raises `OSError`."""
+        self._index.charge_anyway(charge)
+        self._held.append((path, charge))
+        if len(self._held) > MAX_BAD_FILES:
+            with contextlib.suppress(OSError):
+                self.remove_oldest()
+
+    def remove_oldest(self) -> bool:
+        """Remove the file held longest; False when there is none. Raises `OSError` if that fails: it is then still held."""
+        if not self._held:
+            return False
+        path, charge = self._held[0]
+        self._files.unlink(path)
+        self._held.popleft()
+        self._index.unreserve(charge)
+        return True
+
+    def forget(self, path: Path) -> None:
+        """A good record has been renamed over that file."""
+        for held in [held for held in self._held if held[0] == path]:
+            self._held.remove(held)
+            self._index.unreserve(held[1])

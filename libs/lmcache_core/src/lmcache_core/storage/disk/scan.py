@@ -1,0 +1,97 @@
+"""Rebuilds what a disk tier holds from what lies in its directory. Heads are read, payloads are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import MAX_HEAD_BYTES, RecordReason, decode_head, decode_prefix
+from lmcache_core.storage.disk.files import DiskFiles
+from lmcache_core.storage.disk.index import DiskEntry
+from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, record_name, tenant_of
+
+FIRST_READ_BYTES = 4096
+
+
+@dataclass
+class Found:
+    """What lies below the root of a disk tier.
+
+    Attributes:
+        records: Whole records as far as their heads tell, coldest (oldest) first.
+        damaged: Files that are named like records and are none, with their sizes.
+        num_foreign: Names that are not ours; they are left alone.
+    """
+
+    records: list[tuple[ChunkKey, DiskEntry]] = field(default_factory=list)
+    damaged: list[tuple[Path, int]] = field(default_factory=list)
+    num_foreign: int = 0
+
+
+def scan(layout: DiskLayout, files: DiskFiles) -> Found:
+    """Look at every file. Raises `OSError` only if the root itself cannot be read."""
+    found = Found()
+    dated: list[tuple[int, ChunkKey, DiskEntry]] = []
+    for tenant, path in _candidates(layout, files, found):
+        size = 0
+        try:
+            status = files.stat(path)
+            size = status.st_size
+            key, entry = _read_entry(files, tenant, path, size)
+        except FileNotFoundError:
+            continue
+        except (OSError, RecordError):
+            found.damaged.append((path, size))
+            continue
+        dated.append((status.st_mtime_ns, key, entry))
+    dated.sort(key=lambda item: item[0])
+    found.records = [(key, entry) for _, key, entry in dated]
+    return found
+
+
+def _candidates(layout: DiskLayout, files: DiskFiles, found: Found) -> Iterator[tuple[str, Path]]:
+    own = {layout.lock.name, layout.temporary.name, layout.bad.name}
+    for directory in files.list_directory(layout.root):
+        if directory in own:
+            continue
+        tenant = tenant_of(directory)
+        shards = None if tenant is None else _names(files, layout.root / directory)
+        if tenant is None or shards is None:
+            found.num_foreign += 1
+            continue
+        for shard in shards:
+            names = _names(files, layout.root / directory / shard) if is_shard(shard) else None
+            if names is None:
+                found.num_foreign += 1
+                continue
+            for name in names:
+                if is_record(name) and name.startswith(shard):
+                    yield tenant, layout.root / directory / shard / name
+                else:
+                    found.num_foreign += 1
+
+
+def _names(files: DiskFiles, path: Path) -> list[str] | None:
+    try:
+        return files.list_directory(path)
+    except OSError:
+        return None
+
+
+def _read_entry(files: DiskFiles, tenant: str, path: Path, size: int) -> tuple[ChunkKey, DiskEntry]:
+    first = bytearray(min(size, FIRST_READ_BYTES))
+    files.read(path, [first])
+    prefix = decode_prefix(first)
+    if prefix.head_bytes > len(first):
+        first = bytearray(min(size, MAX_HEAD_BYTES))
+        files.read(path, [first])
+    header, payload_bytes = decode_head(memoryview(first)[: prefix.head_bytes])
+    if prefix.head_bytes + payload_bytes != size:
+        raise RecordError(RecordReason.SHORT, f"{size} bytes, its head says {prefix.head_bytes + payload_bytes}")
+    key = header.engine_key()
+    if record_name(key) != path.name:
+        raise RecordError(RecordReason.WRONG_KEY, "the file is not named after its key")
+    return ChunkKey(tenant, key), DiskEntry(prefix.head_bytes, payload_bytes, header.lossy)

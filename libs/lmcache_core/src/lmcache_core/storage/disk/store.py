@@ -1,0 +1,275 @@
+"""Records in files: written whole or not at all, verified when read. Blocking; runs in the tier's threads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordReason, decode_head, verify_payload
+from lmcache_core.storage.disk.backoff import WriteBackoff
+from lmcache_core.storage.disk.files import DiskFiles
+from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
+from lmcache_core.storage.disk.layout import DiskLayout, charged_bytes
+from lmcache_core.storage.disk.quarantine import Quarantine
+from lmcache_core.storage.disk.scan import scan
+from lmcache_core.telemetry import Counters
+
+logger = logging.getLogger(__name__)
+
+TIER_NAME = "LocalDiskBackend"
+MAX_VICTIMS_PER_WRITE = 1024
+DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR})
+"""Errors that say something about the file; others (no descriptors, no memory) leave it for the next read."""
+EVENTS = (
+    "evicted_chunks",
+    "corrupt_chunks",
+    "missing_files",
+    "failed_reads",
+    "failed_writes",
+    "rejected_writes",
+    "damaged_at_start",
+    "foreign_at_start",
+    "leftovers_at_start",
+)
+"""What is counted, under these names in `stats`."""
+
+
+class DiskStore:
+    """The files of one tier. Thread-safe.
+
+    Names change (rename, unlink) only under one lock, together with the index, so that an entry always tells what its file
+    is. Contents are written and read without it.
+
+    Args:
+        layout: Where files lie.
+        index: What is held; its capacity is never exceeded, files that are being written included.
+        files: How files are touched.
+        on_removed: Called in a worker thread with every key that is given up.
+        fsync: Wait for the device before a record is visible.
+    """
+
+    def __init__(self, layout: DiskLayout, index: DiskIndex, files: DiskFiles, on_removed: Callable[[ChunkKey], None], fsync: bool) -> None:
+        self._layout = layout
+        self._index = index
+        self._files = files
+        self._on_removed = on_removed
+        self._fsync = fsync
+        self._names_lock = threading.Lock()
+        self._quarantine = Quarantine(layout, index, files)
+        self._backoff = WriteBackoff()
+        self._counters = Counters()
+
+    def load(self) -> None:
+        """Take over what an earlier process left: whole records are served again, everything half-written goes.
+
+        Raises:
+            OSError: The root cannot be read.
+        """
+        found = scan(self._layout, self._files)
+        with self._names_lock:
+            self._remove_half_written()
+            for path in self._paths_in(self._layout.bad):
+                with contextlib.suppress(OSError):
+                    self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
+            for path, size in found.damaged:
+                self._quarantine.take(path, charged_bytes(size))
+            self._index.restore(found.records)
+            with contextlib.suppress(OSError):
+                while self._index.is_over_capacity and self._give_up_one():
+                    pass
+        self._counters.add("damaged_at_start", len(found.damaged))
+        self._counters.add("foreign_at_start", found.num_foreign)
+        if found.damaged:
+            logger.warning("%d files in %s are damaged and are not served", len(found.damaged), self._layout.root)
+
+    def write(self, chunk: Chunk) -> bool:
+        """Keep one chunk. The caller holds its memory until this returns.
+
+        Returns:
+            True when a record for that key is complete and readable.
+        """
+        if not self._index.wants(chunk.key, chunk.header.lossy):
+            return True
+        entry = DiskEntry(len(chunk.head), chunk.memory.get_size(), chunk.header.lossy)
+        path = self._path(chunk.key)
+        if path is None or entry.charge > self._index.capacity_bytes or not self._backoff.allows():
+            self._counters.add("rejected_writes")
+            return False
+        try:
+            is_kept = self._write_reserved(chunk, entry, path)
+        except OSError as exc:
+            self._counters.add("failed_writes")
+            if not self._backoff.is_failing:
+                logger.warning("disk tier %s does not take writes: %s; it is tried again later", self._layout.root, exc.strerror)
+            self._backoff.failed()
+            return False
+        if self._backoff.is_failing:
+            logger.info("disk tier %s takes writes again", self._layout.root)
+        self._backoff.succeeded()
+        self._counters.add("rejected_writes", int(not is_kept))
+        return is_kept
+
+    def read(self, key: ChunkKey, entry: DiskEntry, memory: MemoryObj) -> Chunk | Miss:
+        """Read and verify one chunk.
+
+        Args:
+            key: Its name.
+            entry: What the index said about it.
+            memory: Room for the payload; its reference passes to the chunk returned, or is given back.
+        """
+        head = bytearray(entry.head_bytes)
+        try:
+            header = self._read_into(key, head, memory.byte_array)
+        except BaseException as exc:
+            memory.ref_count_down()
+            if isinstance(exc, (OSError, RecordError)):
+                return self._unreadable(key, entry, exc)
+            raise
+        return Chunk(key, header, bytes(head), memory, TIER_NAME)
+
+    def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks and remove their files; how many were held. A file that cannot be removed stays charged."""
+        num_removed = 0
+        for key in keys:
+            with self._names_lock:
+                entry = self._index.remove(key)
+                if entry is None:
+                    continue
+                path = self._layout.record(key)
+                try:
+                    self._files.unlink(path)
+                except OSError:
+                    self._quarantine.adopt(path, entry.charge)
+            num_removed += 1
+            self._on_removed(key)
+        return num_removed
+
+    def stats(self) -> dict[str, int]:
+        """Figures of the index and of everything that was counted."""
+        figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
+        return figures | {"quarantined_files": len(self._quarantine), "is_failing": int(self._backoff.is_failing)}
+
+    def _path(self, key: ChunkKey) -> Path | None:
+        try:
+            return self._layout.record(key)
+        except ValueError:
+            return None
+
+    def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
+        if not self._reserve(entry.charge):
+            return False
+        temporary = self._layout.new_temporary()
+        is_committed = False
+        try:
+            self._write_file(chunk, temporary)
+            with self._names_lock:
+                if self._index.wants(chunk.key, chunk.header.lossy):
+                    self._rename(temporary, path)
+                    self._quarantine.forget(path)
+                    self._index.commit(chunk.key, entry)
+                    is_committed = True
+        finally:
+            if not is_committed:
+                self._discard(temporary, entry.charge)
+        if self._fsync:
+            self._files.sync_directory(path.parent)
+        return True
+
+    def _write_file(self, chunk: Chunk, path: Path) -> None:
+        try:
+            fd = self._files.create(path)
+        except FileNotFoundError:
+            self._files.make_directory(path.parent)
+            fd = self._files.create(path)
+        try:
+            self._files.write(fd, [chunk.head, chunk.memory.byte_array])
+            if self._fsync:
+                self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _rename(self, source: Path, target: Path) -> None:
+        try:
+            self._files.rename(source, target)
+        except FileNotFoundError:
+            self._files.make_directory(target.parent)
+            self._files.rename(source, target)
+
+    def _discard(self, temporary: Path, charge: int) -> None:
+        try:
+            self._files.unlink(temporary)
+        except OSError:
+            with self._names_lock:
+                self._quarantine.adopt(temporary, charge)
+        self._index.unreserve(charge)
+
+    def _reserve(self, charge: int) -> bool:
+        if self._index.reserve(charge):
+            return True
+        with self._names_lock:
+            for _ in range(MAX_VICTIMS_PER_WRITE):
+                if not self._give_up_one():
+                    return False
+                if self._index.reserve(charge):
+                    return True
+        return False
+
+    def _give_up_one(self) -> bool:
+        if self._quarantine.remove_oldest():
+            return True
+        key = self._index.victim()
+        if key is None:
+            return False
+        self._files.unlink(self._layout.record(key))
+        self._index.evict(key)
+        self._counters.add("evicted_chunks")
+        self._on_removed(key)
+        return True
+
+    def _read_into(self, key: ChunkKey, head: bytearray, payload: memoryview) -> RecordHeader:
+        probe = bytearray(1)
+        if self._files.read(self._layout.record(key), [head, payload, probe]) != len(head) + len(payload):
+            raise RecordError(RecordReason.SHORT, "the file does not have the length of its record")
+        header, payload_bytes = decode_head(head, key.key)
+        if payload_bytes != len(payload):
+            raise RecordError(RecordReason.SHORT, f"payload of {payload_bytes} bytes, {len(payload)} expected")
+        verify_payload(header, payload)
+        return header
+
+    def _unreadable(self, key: ChunkKey, entry: DiskEntry, exc: OSError | RecordError) -> Miss:
+        is_missing = isinstance(exc, FileNotFoundError)
+        if isinstance(exc, OSError) and not is_missing and exc.errno not in DAMAGE_ERRNOS:
+            self._counters.add("failed_reads")
+            return Miss(MissReason.UNAVAILABLE)
+        with self._names_lock:
+            if self._index.remove(key, entry) is None:
+                return Miss(MissReason.EVICTED)
+            if not is_missing:
+                self._quarantine.take(self._layout.record(key), entry.charge)
+        self._on_removed(key)
+        self._counters.add("missing_files" if is_missing else "corrupt_chunks")
+        if is_missing:
+            return Miss(MissReason.NEVER_STORED)
+        logger.warning("chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc)
+        return Miss(MissReason.CORRUPT)
+
+    def _remove_half_written(self) -> None:
+        for path in self._paths_in(self._layout.temporary):
+            self._counters.add("leftovers_at_start")
+            try:
+                self._files.unlink(path)
+            except OSError:
+                self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
+
+    def _paths_in(self, directory: Path) -> list[Path]:
+        try:
+            return [directory / name for name in self._files.list_directory(directory)]
+        except FileNotFoundError:
+            return []

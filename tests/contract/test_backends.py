@@ -1,0 +1,60 @@
+"""The tiers of this repository against their contract."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.testing.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
+
+CAPACITY_BYTES = 4 << 20
+
+
+class HotUnderTest(BackendUnderTest):
+    def __init__(self) -> None:
+        self.backend = LocalCPUBackend(ArenaAllocator.anonymous(CAPACITY_BYTES), create_policy())
+
+    def raw_set(self, key: ChunkKey, record: bytes) -> None:
+        raise AssertionError("nothing comes into host memory from outside the process")
+
+    def raw_get(self, key: ChunkKey) -> bytes | None:
+        chunk = self.backend._chunks.get(key)
+        return None if chunk is None else chunk.head + bytes(chunk.memory.byte_array)
+
+
+class DiskUnderTest(BackendUnderTest):
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.backend = LocalDiskBackend(root, CAPACITY_BYTES)
+
+    def raw_set(self, key: ChunkKey, record: bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record)
+
+    def raw_get(self, key: ChunkKey) -> bytes | None:
+        path = self._path(key)
+        return path.read_bytes() if path.exists() else None
+
+    def _path(self, key: ChunkKey) -> Path:
+        name = hashlib.sha256(key.key.canonical()).hexdigest()
+        return self._root / key.tenant / name[:2] / f"{name}.kvr"
+
+
+class TestHot(BackendSuite):
+    @pytest.fixture
+    def under_test(self):
+        yield (hot := HotUnderTest())
+        hot.backend.check_integrity()
+
+
+class TestDisk(ReadingBackendSuite):
+    @pytest.fixture
+    def under_test(self, tmp_path):
+        yield (disk := DiskUnderTest(tmp_path))
+        disk.backend.check_integrity()
