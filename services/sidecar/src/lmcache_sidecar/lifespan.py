@@ -32,6 +32,7 @@ from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 
 from lmcache_sidecar.parts import SidecarParts
+from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings
 from lmcache_sidecar.socket import SessionContext, SocketServer
 
@@ -56,7 +57,7 @@ class _Opening:
         self._state = state
         self._settings = settings
         self._exits = exits
-        self._announcer = TierAnnouncer()
+        self._announcer = TierAnnouncer(settings.tenant)
         self._token = read_secret_file(settings.service_token_file, "service_token_file")
         self._lookup: LookupClient | None = None
         self._broker: BrokerClient | None = None
@@ -74,14 +75,17 @@ class _Opening:
             stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, tasks
         )
         socket_server = SocketServer(settings.socket_path, context)
-        parts = SidecarParts(
-            settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s
-        )
+        parts = SidecarParts(settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s)
         await self._open_peer_server(parts)
         await self._join(parts)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
         self._add_health_checks(parts)
+        if settings.health_port is not None:
+            probes = ProbeServer(self._state, settings.health_host, settings.health_port)
+            await probes.open()
+            self._exits.push_async_callback(probes.close)
+            self._state.ports["health_port"] = probes.port
         return parts
 
     async def _open_clients(self) -> None:
@@ -125,7 +129,6 @@ class _Opening:
             host=settings.lm_host,
             port=settings.lm_port,
             verify_ticket=verifier,
-            name=settings.instance_id,
         )
         await server.open()
         self._exits.push_async_callback(server.close)
@@ -137,8 +140,18 @@ class _Opening:
         if self._lookup is None or self._broker is None:
             return
         parts.reporter = InstanceReporter(self._lookup, parts.instance, "sidecar", self._announcer.snapshot)
-        self._announcer.connect(parts.reporter, [tier for tier in parts.local_tiers if isinstance(tier, LocalCPUBackend | LocalDiskBackend)])
-        peer = Peer(parts.instance, time.time_ns(), parts.distributed_url, "sidecar", "", "")
+        self._announcer.connect(
+            parts.reporter, [tier for tier in parts.local_tiers if isinstance(tier, LocalCPUBackend | LocalDiskBackend)]
+        )
+        settings = self._settings
+        peer = Peer(
+            id=parts.instance,
+            incarnation=time.time_ns(),
+            distributed_url=parts.distributed_url,
+            kind="sidecar",
+            zone=settings.zone,
+            node=settings.node,
+        )
         parts.registration = PeerRegistration(self._broker, peer)
         for part in (parts.reporter, parts.registration):
             await part.open()
@@ -161,5 +174,3 @@ class _Opening:
 def _check_arena(arena: SharedArena) -> None:
     if not Path(arena.path).exists():
         raise ConfigError(f"the arena file {arena.path} is gone; restart the sidecar")
-
-

@@ -44,13 +44,13 @@ class SidecarParts:
     @property
     def is_registered(self) -> bool:
         """Whether lookup and broker (where configured) know this sidecar now."""
-        known = self.reporter is None or self.reporter.is_registered
+        known = self.reporter is None or self.reporter.registered
         return known and (self.registration is None or self.registration.registered)
 
     @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
-        return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.num_pending == 0)
+        return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
 
     async def clear(self) -> int:
         """Forget every chunk of the local tiers; the number in the one that held most."""

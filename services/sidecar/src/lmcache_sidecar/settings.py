@@ -41,6 +41,8 @@ class SidecarSettings(ServiceSettings):
         service_token_file: Token that this sidecar shows to lookup, broker and storage.
         salt_file: Salt of this pod's tenant, handed to its engines.
         tenant: Namespace of this pod's chunks.
+        zone: Failure domain of this pod, so that peers close by serve it.
+        node: Machine of this pod.
         verify_hot: What engines verify when they load from shared memory.
         tier_timeout_s: Longest wait on lower tiers for one request, seconds.
         drain_timeout_s: How long pending writes may take at the end, seconds.
@@ -67,6 +69,8 @@ class SidecarSettings(ServiceSettings):
     service_token_file: Path | None = None
     salt_file: Path | None = None
     tenant: str = "default"
+    zone: str = Field(default="", max_length=253)
+    node: str = Field(default="", max_length=253)
     verify_hot: Literal["always", "sampled", "never"] = "always"
     tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)

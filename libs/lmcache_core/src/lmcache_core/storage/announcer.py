@@ -6,17 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import Holding, InstanceReporter
 from lmcache_core.storage.base import OnRemoved
-
-
-class Reporter(Protocol):
-    """Sends events to lookup, in its own time: an `InstanceReporter`."""
-
-    def stored(self, chunk_id: bytes, tier: str, size_bytes: int) -> None:
-        """That tier of this instance holds the chunk."""
-
-    def removed(self, chunk_id: bytes, tier: str) -> None:
-        """It does so no more."""
 
 
 class HeldTier(Protocol):
@@ -24,21 +15,26 @@ class HeldTier(Protocol):
 
     name: str
 
-    def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size in bytes of every chunk held now."""
 
 
 class TierAnnouncer:
     """A `StackListener` that passes on what local tiers gain and lose.
 
-    Made before tiers and reporter; `connect` joins them. Until then, and without a reporter, it says nothing.
+    Made before tiers and reporter; `connect` joins them. Until then it says nothing. All calls belong to one event loop.
+
+    Args:
+        own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are announced under their names, which
+            needs a token with the role `admin`.
     """
 
-    def __init__(self) -> None:
-        self._reporter: Reporter | None = None
+    def __init__(self, own_tenant: str) -> None:
+        self._own_tenant = own_tenant
+        self._reporter: InstanceReporter | None = None
         self._tiers: dict[str, HeldTier] = {}
 
-    def connect(self, reporter: Reporter, tiers: Sequence[HeldTier]) -> None:
+    def connect(self, reporter: InstanceReporter, tiers: Sequence[HeldTier]) -> None:
         """From now on pass on what these tiers gain and lose."""
         self._reporter = reporter
         self._tiers = {tier.name: tier for tier in tiers}
@@ -46,19 +42,22 @@ class TierAnnouncer:
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
         """See `StackListener.stored`; tiers that are not local are not announced."""
         if self._reporter is not None and tier in self._tiers:
-            self._reporter.stored(key.key.chunk_id(), tier, num_bytes)
+            self._reporter.stored(key.key.chunk_id(), tier, num_bytes, self._tenant(key))
 
     def removed_from(self, tier: str) -> OnRemoved:
         """What that tier is to call with every key that it gives up."""
 
         def removed(key: ChunkKey) -> None:
             if self._reporter is not None:
-                self._reporter.removed(key.key.chunk_id(), tier)
+                self._reporter.removed(key.key.chunk_id(), tier, self._tenant(key))
 
         return removed
 
-    def held(self) -> Iterator[tuple[bytes, str]]:
-        """Chunk id and tier of everything held now, for a full announcement."""
+    def snapshot(self) -> Iterator[Holding]:
+        """Everything held now, for a full announcement."""
         for tier in self._tiers.values():
-            for key in tier.keys():
-                yield key.key.chunk_id(), tier.name
+            for key, num_bytes in tier.held():
+                yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
+
+    def _tenant(self, key: ChunkKey) -> str | None:
+        return None if key.tenant == self._own_tenant else key.tenant

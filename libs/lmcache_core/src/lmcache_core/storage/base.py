@@ -62,3 +62,6 @@ class ListsKeys(Protocol):
 
     def keys(self) -> list[ChunkKey]:
         """Names of all chunks held now."""
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size (whole record, bytes) of every chunk held now."""

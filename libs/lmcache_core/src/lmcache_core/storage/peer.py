@@ -103,7 +103,7 @@ class P2PBackend(StorageBackend):
         }
 
     async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[str]]:
-        answer = await self._lookup.lookup([key.key.chunk_id() for key in keys], exclude=self._instance)
+        answer = await self._lookup.lookup([key.key.chunk_id() for key in keys], exclude=[self._instance])
         return [[holder.instance for holder in at if holder.kind == PEER_KIND] for at in answer.holders]
 
     async def _pull(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
+
 from lmcache_sidecar.socket.session import Session, SessionContext
 
 logger = logging.getLogger(__name__)
