@@ -13,7 +13,7 @@ from lmcache_core.wire.messages import Message, build_frame, parse_meta
 
 STAGING_BYTES = 64 << 10
 STAGED_READ_BYTES = 4 << 10
-SLICE_BYTES = 256 << 10
+SLICE_BYTES = 1 << 20
 
 OnOpen = Callable[["FrameStream"], None]
 
@@ -273,5 +273,6 @@ def _lost(cause: Exception | None) -> UnavailableError:
 
 
 def _tune(sock: socket.socket) -> None:
+    """No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10 to 30 % slower over loopback."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
