@@ -21,7 +21,7 @@ _ChunkIdText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
+class Peer(msgspec.Struct, frozen=True):
     """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads from its token.
 
     Attributes:
