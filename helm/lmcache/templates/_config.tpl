@@ -57,6 +57,7 @@ lm_port: {{ $ports.sidecarLm }}
 {{ include "lmcache.authSettings" . }}
 {{- if .root.Values.auth.enabled }}
 service_token_file: {{ include "lmcache.credentialsPath" . }}/sidecar-token
+tenant: {{ .root.Values.auth.tenant | quote }}
 {{- end }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
 salt_file: {{ include "lmcache.credentialsPath" . }}/salt
@@ -65,7 +66,7 @@ remote_url: lm://{{ include "lmcache-common.serviceHost" (dict "root" .root "com
 {{- end }}
 {{- include "lmcache.peerSettings" . }}
 socket_path: {{ include "lmcache.socketPath" . }}
-arena_path: /run/lmcache/arena/arena
+arena_path: /run/lmcache/arena
 {{- if $config.disk_gb }}
 disk_path: /var/lib/lmcache/chunks
 {{ toYaml $config }}

@@ -1,0 +1,130 @@
+"""The chart, rendered by the pinned Helm 3 and Helm 4 out of a copy of its own, with its dependency built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FETCH_HELM = Path(__file__).parent / "tools" / "fetch_helm.py"
+NAMESPACE = "inference"
+RELEASE = "cache"
+HELM_TIMEOUT_S = 60
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What one rendering gave.
+
+    Attributes:
+        text: Helm's output.
+        manifests: The objects in it, in Helm's order.
+    """
+
+    text: str
+    manifests: list[Manifest]
+
+    def get(self, kind: str, name: str) -> Manifest:
+        """The one object of that kind and name (without the release's prefix)."""
+        found = [one for one in self.of_kind(kind) if one["metadata"]["name"] == f"{RELEASE}-lmcache-{name}"]
+        assert len(found) == 1, f"{len(found)} objects {kind} {name}"
+        return found[0]
+
+    def of_kind(self, *kinds: str) -> list[Manifest]:
+        """The objects of these kinds."""
+        return [one for one in self.manifests if one["kind"] in kinds]
+
+    def workloads(self) -> list[Manifest]:
+        """Everything that has a pod template."""
+        return self.of_kind("Deployment", "StatefulSet")
+
+    def pods(self) -> Iterator[tuple[str, Manifest]]:
+        """Name of a workload and the specification of its pods."""
+        for workload in self.workloads():
+            yield workload["metadata"]["name"], workload["spec"]["template"]["spec"]
+
+    def containers(self) -> Iterator[tuple[str, Manifest]]:
+        """Every container, init containers included, as `workload/container`."""
+        for name, pod in self.pods():
+            for container in [*pod.get("initContainers", []), *pod["containers"]]:
+                yield f"{name}/{container['name']}", container
+
+
+@dataclass
+class Chart:
+    """A built copy of the chart.
+
+    Attributes:
+        path: Its folder.
+        helms: The Helm binaries by name; `helm4` renders where a test does not care.
+    """
+
+    path: Path
+    helms: dict[str, Path]
+    _rendered: dict[str, Rendering] = field(default_factory=dict)
+
+    def run(self, *arguments: str, helm: str = "helm4") -> subprocess.CompletedProcess[str]:
+        """Run one Helm command, without looking at a cluster."""
+        command = [str(self.helms[helm]), *arguments, "--kubeconfig", "/nonexistent"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False)
+
+    def template(self, values: Manifest | None, files: tuple[Path, ...], helm: str) -> subprocess.CompletedProcess[str]:
+        """`helm template` with values files and, over them, values."""
+        arguments = ["template", RELEASE, str(self.path), "--namespace", NAMESPACE]
+        for file in files:
+            arguments += ["--values", str(file)]
+        for name, value in (values or {}).items():
+            arguments += ["--set-json", f"{name}={json.dumps(value)}"]
+        return self.run(*arguments, helm=helm)
+
+    def render(self, values: Manifest | None = None, *files: Path, helm: str = "helm4") -> Rendering:
+        """Render; the same rendering is made once.
+
+        Args:
+            values: By dotted name.
+            files: Values files below them.
+            helm: `helm3` or `helm4`.
+        """
+        key = json.dumps([values, [str(file) for file in files], helm])
+        if key not in self._rendered:
+            answer = self.template(values, files, helm)
+            assert answer.returncode == 0, answer.stderr
+            self._rendered[key] = Rendering(answer.stdout, [one for one in yaml.safe_load_all(answer.stdout) if one])
+        return self._rendered[key]
+
+    def refuse(self, values: Manifest, *files: Path) -> str:
+        """Render values that must be refused; gives the message."""
+        answer = self.template(values, files, "helm4")
+        assert answer.returncode != 0, "these values were accepted"
+        return answer.stderr
+
+
+@pytest.fixture(scope="session")
+def helms() -> dict[str, Path]:
+    """The pinned binaries, fetched where they are not in `.tools/` yet."""
+    answer = subprocess.run([sys.executable, FETCH_HELM], capture_output=True, text=True, timeout=400, check=False)
+    assert answer.returncode == 0, answer.stderr
+    pairs = (line.split(": ", 1) for line in answer.stdout.splitlines())
+    return {name: Path(path) for name, path in pairs}
+
+
+@pytest.fixture(scope="session")
+def chart(helms: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Chart:
+    """The chart as a user has it after `helm dependency build`, outside the checkout."""
+    folder = tmp_path_factory.mktemp("helm")
+    shutil.copytree(REPOSITORY / "helm", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tgz"))
+    chart = Chart(folder / "lmcache", helms)
+    answer = chart.run("dependency", "build", str(chart.path))
+    assert answer.returncode == 0, answer.stderr
+    return chart

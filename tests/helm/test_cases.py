@@ -1,0 +1,140 @@
+"""The matrix: every values file of `ci/`, the defaults and values-ha.yaml, with both Helms, against several Kubernetes versions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kubernetes_validate
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+HELM_FOLDER = Path(__file__).resolve().parents[2] / "helm"
+CASES = {path.name.removesuffix("-values.yaml"): path for path in sorted((HELM_FOLDER / "lmcache" / "ci").glob("*-values.yaml"))}
+CASES["ha"] = HELM_FOLDER / "lmcache" / "values-ha.yaml"
+CASES["default"] = HELM_FOLDER / "lmcache" / "values.yaml"
+KUBERNETES_VERSIONS = ("1.29", "1.33", "1.36", "1.37")
+YAMLLINT = str(Path(__file__).parent / "yamllint.yaml")
+
+every_case = pytest.mark.parametrize("case", sorted(CASES))
+both_helms = pytest.mark.parametrize("helm", ["helm3", "helm4"])
+
+
+def render(chart: Chart, case: str, helm: str = "helm4") -> Rendering:
+    return chart.render(None, CASES[case], helm=helm)
+
+
+def test_the_matrix_is_there() -> None:
+    assert set(CASES) >= {"default", "minimal", "external-redis", "ha", "models", "no-auth", "existing-secrets", "placement"}
+
+
+@both_helms
+@every_case
+def test_lint(chart: Chart, case: str, helm: str) -> None:
+    answer = chart.run("lint", "--strict", str(chart.path), "--values", str(CASES[case]), helm=helm)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@every_case
+def test_objects_fit_kubernetes_schemas(chart: Chart, case: str) -> None:
+    for manifest in render(chart, case).manifests:
+        for version in KUBERNETES_VERSIONS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@every_case
+def test_both_helms_render_the_same(chart: Chart, case: str) -> None:
+    def stable(rendering: Rendering) -> list[str]:
+        return sorted(json.dumps(one, sort_keys=True) for one in rendering.manifests if one["kind"] != "Secret")
+
+    assert stable(render(chart, case, "helm3")) == stable(render(chart, case, "helm4"))
+
+
+@every_case
+def test_no_object_appears_twice(chart: Chart, case: str) -> None:
+    names = [(one["kind"], one["metadata"]["name"]) for one in render(chart, case).manifests]
+    assert len(names) == len(set(names))
+
+
+@every_case
+def test_rendered_yaml_is_clean(chart: Chart, case: str) -> None:
+    """Duplicate keys, tabs and the like, which a parser would take in silence."""
+    command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, "-"]
+    text = render(chart, case).text
+    answer = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stdout
+
+
+def test_committed_yaml_is_clean() -> None:
+    files = [str(path) for path in HELM_FOLDER.rglob("*.yaml") if path.parent.name not in ("templates", "charts")]
+    command = [sys.executable, "-m", "yamllint", "--strict", "--config-file", YAMLLINT, *files]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stdout
+
+
+@both_helms
+def test_dependency_build_leaves_the_lock_alone(chart: Chart, helm: str) -> None:
+    committed = (HELM_FOLDER / "lmcache" / "Chart.lock").read_bytes()
+    answer = chart.run("dependency", "build", str(chart.path), helm=helm)
+    assert answer.returncode == 0, answer.stderr
+    assert (chart.path / "Chart.lock").read_bytes() == committed
+
+
+def test_notes_name_every_model(chart: Chart) -> None:
+    answer = chart.run("install", "cache", str(chart.path), "--dry-run=client", "--values", str(CASES["models"]))
+    assert answer.returncode == 0, answer.stderr
+    notes = answer.stdout.split("NOTES:")[1]
+    assert "cache-lmcache-vllm-llama:8000" in notes
+    assert "cache-lmcache-vllm-qwen:8000" in notes
+
+
+def test_templates_stay_short() -> None:
+    for template in sorted((HELM_FOLDER / "lmcache" / "templates").glob("*.yaml")):
+        lines = template.read_text(encoding="utf-8").count("\n")
+        assert lines <= 80, f"{template.name} has {lines} lines"
+
+
+def test_values_are_documented() -> None:
+    """Every name has a comment where it appears first, but for what is Kubernetes' own."""
+    lines = (HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8").splitlines()
+    kubernetes = {"requests", "limits", "cpu", "memory", "periodSeconds", "timeoutSeconds", "failureThreshold"}
+    kubernetes |= {"ports", "port", "protocol", "startup", "liveness", "readiness", "maxSurge", "maxUnavailable"}
+    documented = set(kubernetes)
+    for before, line in itertools.pairwise(lines):
+        name = re.match(r" *(?:- )?([A-Za-z_]+):", line)
+        if name is None:
+            continue
+        if before.lstrip().startswith("#"):
+            documented.add(name[1])
+        assert name[1] in documented, f"{name[1]} has no comment where it appears first: {line!r}"
+
+
+def test_schema_types_every_value() -> None:
+    """Every value has a type, every object refuses unknown names, unless it is a map or one of Kubernetes' own objects."""
+    schema = json.loads((HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
+    open_by_design = {"stringMap", "quantityMap"}
+
+    def check(node: Manifest, value: object, where: str) -> None:
+        reference = str(node.get("$ref", "")).rpartition("/")[2]
+        if reference:
+            node = schema["definitions"][reference]
+        assert "type" in node or "anyOf" in node or "enum" in node, f"{where} has no type"
+        if not isinstance(value, dict) or reference in open_by_design:
+            return
+        assert node.get("additionalProperties") is False, f"{where} takes unknown names"
+        for name, child in value.items():
+            assert name in node["properties"], f"{where}.{name} is not in the schema"
+            check(node["properties"][name], child, f"{where}.{name}")
+        unlisted = set(node["properties"]) - set(value) - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
+        assert unlisted <= {"global", "lmcache-common"}, f"{where}: {unlisted} are not in values.yaml"
+
+    check(schema, values, "values")

@@ -1,0 +1,187 @@
+"""Settings files, their checksums, and values that are refused."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+ALONE = {"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}
+CHANGES: dict[str, Manifest] = {
+    "storage": {"storage.config.memory_gb": 5},
+    "lookup": {"lookup.config.redis_timeout_ms": 50},
+    "broker": {"broker.config.max_pulls_per_peer": 3},
+    "redis": {"redis.maxMemoryMi": 300},
+    "vllm-tiny": {"models": [MODEL | {"sidecar": {"config": {"log_level": "debug"}}}]},
+}
+
+
+def config_of(rendering: Rendering, component: str) -> Manifest:
+    settings: Manifest = yaml.safe_load(rendering.get("ConfigMap", component)["data"]["config.yaml"])
+    return settings
+
+
+def checksums(rendering: Rendering) -> dict[str, str]:
+    prefix = "cache-lmcache-"
+    return {
+        workload["metadata"]["name"].removeprefix(prefix): workload["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        for workload in rendering.workloads()
+    }
+
+
+@pytest.mark.parametrize("component", sorted(CHANGES))
+def test_a_changed_setting_restarts_its_pods_only(chart: Chart, component: str) -> None:
+    before = checksums(chart.render({"models": [MODEL]}))
+    after = checksums(chart.render({"models": [MODEL]} | CHANGES[component]))
+    assert {name for name in before if before[name] != after[name]} == {component}
+
+
+def test_config_values_are_written_as_they_are(chart: Chart) -> None:
+    values = chart.render().get("ConfigMap", "broker")
+    assert "ticket_ttl_ms: 10000\n" in values["data"]["config.yaml"]
+    settings = config_of(chart.render({"broker.config.ticket_ttl_ms": 12345678}), "broker")
+    assert settings["ticket_ttl_ms"] == 12345678
+
+
+def test_addresses_follow_what_is_installed(chart: Chart) -> None:
+    everything = config_of(chart.render({"models": [MODEL]}), "vllm-tiny")
+    assert everything["remote_url"] == "lm://cache-lmcache-storage.inference.svc:65432"
+    assert everything["lookup_url"] == "http://cache-lmcache-lookup.inference.svc:8081"
+    assert everything["broker_url"] == "http://cache-lmcache-broker.inference.svc:8082"
+    alone = config_of(chart.render({"models": [MODEL], "storage.enabled": False} | ALONE), "vllm-tiny")
+    assert not {"remote_url", "lookup_url", "broker_url"} & set(alone)
+
+
+def test_named_addresses_have_services(chart: Chart) -> None:
+    rendering = chart.render({"models": [MODEL]})
+    services = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("Service")}
+    hosts = re.findall(r"(?:lm|http|redis)://(?:[^\s/]*@)?(?:\$\(POD_NAME\)\.)?(cache-[a-z-]+)\.inference\.svc:(\d+)", rendering.text)
+    assert len(hosts) >= 6
+    for host, port in hosts:
+        assert int(port) in {one["port"] for one in services[host]["ports"]}, host
+
+
+def test_pods_name_themselves(chart: Chart) -> None:
+    rendering = chart.render({"models": [MODEL]})
+    env = {name: {one["name"]: one.get("value") for one in container.get("env", [])} for name, container in rendering.containers()}
+    storage = env["cache-lmcache-storage/storage"]
+    assert storage["LMCACHE_STORAGE_INSTANCE_ID"] == "$(POD_NAME)"
+    assert storage["LMCACHE_STORAGE_ADVERTISE_URL"] == "lm://$(POD_NAME).cache-lmcache-storage-headless.inference.svc:65432"
+    assert rendering.get("StatefulSet", "storage")["spec"]["serviceName"] == "cache-lmcache-storage-headless"
+    assert env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
+
+
+def test_ipv6(chart: Chart) -> None:
+    rendering = chart.render({"models": [MODEL], "network.ipFamily": "IPv6"})
+    assert config_of(rendering, "storage")["lm_host"] == "::"
+    env = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["env"]
+    assert {"name": "LMCACHE_SIDECAR_DISTRIBUTED_URL", "value": "lm://[$(POD_IP)]:65433"} in env
+
+
+def test_models_merge_over_their_defaults(chart: Chart) -> None:
+    entry = MODEL | {"sidecar": {"config": {"arena_gb": 3}}, "nodeSelector": {"gpu": "h200"}}
+    rendering = chart.render({"models": [entry], "modelDefaults.nodeSelector": {"zone": "a"}, "sidecar.config.log_level": "warning"})
+    pod = next(pod for name, pod in rendering.pods() if name.endswith("vllm-tiny"))
+    assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
+    settings = config_of(rendering, "vllm-tiny")
+    assert (settings["arena_gb"], settings["log_level"]) == (3, "warning")
+
+
+def test_images(chart: Chart) -> None:
+    digest = "sha256:" + "ab" * 32
+    rendering = chart.render({"images.registry": "registry.example.com/team/", "images.tag": "9.9", "lookup.image.digest": digest})
+    images = {name.rpartition("/")[2]: container["image"] for name, container in rendering.containers()}
+    assert images["storage"] == "registry.example.com/team/lmcache-storage:9.9"
+    assert images["lookup"] == f"registry.example.com/team/lmcache-lookup@{digest}"
+    assert images["redis"].startswith("docker.io/library/redis:")
+
+
+def secrets_in(rendering: Rendering) -> list[str]:
+    found = []
+    for secret in rendering.of_kind("Secret"):
+        for name, value in secret["data"].items():
+            text = base64.b64decode(value).decode()
+            found += [] if name == "tokens.yaml" else [text]
+    return found
+
+
+@pytest.mark.parametrize("case", ["models", "external-redis", "no-auth"])
+def test_secrets_are_only_in_secrets(chart: Chart, case: str) -> None:
+    rendering = chart.render(None, chart.path / "ci" / f"{case}-values.yaml")
+    secrets = secrets_in(rendering)
+    assert len(secrets) >= 3
+    elsewhere = yaml.safe_dump_all([one for one in rendering.manifests if one["kind"] != "Secret"])
+    for secret in secrets:
+        assert len(secret) >= 16
+        assert secret not in elsewhere
+        assert secret.rpartition(":")[2] not in elsewhere
+
+
+def test_existing_secrets_replace_generated_ones(chart: Chart) -> None:
+    file = chart.path / "ci" / "existing-secrets-values.yaml"
+    rendering = chart.render(None, file)
+    assert rendering.of_kind("Secret") == []
+    assert chart.template(None, (file,), "helm4").stdout == rendering.text
+    for name in ("cache-tokens", "cache-keys", "cache-redis"):
+        assert name in rendering.text
+
+
+def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -> None:
+    rendering = chart.render(None, chart.path / "ci" / "no-auth-values.yaml")
+    for component in ("storage", "lookup", "broker", "vllm-tiny"):
+        settings = config_of(rendering, component)
+        assert settings["allow_anonymous"] is True
+        assert not {"auth_tokens_file", "service_token_file"} & set(settings)
+    assert "cache-lmcache-auth" not in rendering.text
+
+
+REFUSED: dict[str, tuple[Manifest, str]] = {
+    "an unknown name": ({"storage.replicas": 2}, "replicas"),
+    "an unknown option": ({"storage.config.memory_gib": 2}, "memory_gib"),
+    "an unknown component": ({"lookups.enabled": True}, "lookups"),
+    "a wrong type": ({"lookup.replicaCount": "two"}, "replicaCount"),
+    "an unknown name in a model": ({"models": [MODEL | {"gpus": 1}]}, "gpus"),
+    "a model without a name": ({"models": [{"model": "example/tiny"}]}, "name"),
+    "a model's name that is no label": ({"models": [MODEL | {"name": "Tiny_1"}]}, "name"),
+    "a digest that is none": ({"broker.image.digest": "sha256:12"}, "digest"),
+    "two Redis": ({"externalRedis.url": "redis://r:6379"}, "set redis.enabled=false"),
+    "two external Redis": (
+        {"redis.enabled": False, "externalRedis.url": "redis://r:6379", "externalRedis.existingSecret": "s"},
+        "give one of them",
+    ),
+    "no Redis": ({"redis.enabled": False}, "lookup needs a Redis"),
+    "many storages that nobody finds": ({"storage.replicaCount": 2} | ALONE, "which replica holds a chunk"),
+    "a lookup without a broker": ({"broker.enabled": False}, "enable both or neither"),
+    "many brokers": ({"broker.replicaCount": 2}, "keeps its leases in memory"),
+    "a disk tier larger than its volume": ({"storage.config.disk_gb": 51}, "must fit its volume"),
+    "a token Secret without auth": ({"auth.enabled": False, "auth.existingSecret": "s"}, "enable auth"),
+    "memory beside its size": ({"storage.resources.limits.memory": "1Gi"}, "follows from the size of the cache"),
+    "a sidecar's memory beside its size": (
+        {"models": [MODEL | {"sidecar": {"resources": {"limits": {"memory": "1Gi"}}}}]},
+        "follows from the size of the cache",
+    ),
+    "two models of one name": ({"models": [MODEL, MODEL]}, "two entries are named"),
+    "one account created twice": (
+        {"modelDefaults.serviceAccount.name": "gpu", "models": [MODEL, MODEL | {"name": "other"}]},
+        "would create the service account",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_refused(chart: Chart, what: str) -> None:
+    values, sentence = REFUSED[what]
+    assert sentence in chart.refuse(values)
+
+
+def test_every_contradiction_is_tested(chart: Chart) -> None:
+    """As many sentences are expected above as requirements.yaml can fail with."""
+    template = (chart.path / "templates" / "requirements.yaml").read_text(encoding="utf-8")
+    assert len({sentence for _, sentence in REFUSED.values() if " " in sentence}) == template.count("{{- fail ")

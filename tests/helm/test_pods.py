@@ -1,0 +1,195 @@
+"""What every pod promises: the `restricted` standard, no secrets where they do not belong, memory that covers the cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+SIDECAR_PATHS = ("/run/lmcache/arena", "/run/lmcache/socket")
+UNITS = {"Mi": 2**20, "Gi": 2**30}
+
+
+@pytest.fixture(params=["default", "minimal", "external-redis", "models", "no-auth", "existing-secrets", "placement"])
+def rendering(chart: Chart, request: pytest.FixtureRequest) -> Rendering:
+    """Each case of the matrix."""
+    file: Path = chart.path / "ci" / f"{request.param}-values.yaml"
+    return chart.render(None, *([file] if request.param != "default" else []))
+
+
+@pytest.fixture
+def models(chart: Chart) -> Rendering:
+    """Two models with sidecars."""
+    return chart.render(None, chart.path / "ci" / "models-values.yaml")
+
+
+def bytes_of(quantity: str) -> int:
+    number, unit = quantity[:-2], quantity[-2:]
+    return int(number) * UNITS[unit]
+
+
+def named(items: list[Manifest], name: str) -> Manifest:
+    return next(item for item in items if item["name"] == name)
+
+
+def pod_of(rendering: Rendering, workload: str) -> Manifest:
+    return next(pod for name, pod in rendering.pods() if name == f"cache-lmcache-{workload}")
+
+
+def test_pods_are_restricted(rendering: Rendering) -> None:
+    for name, pod in rendering.pods():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & set(pod), name
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} <= RESTRICTED_VOLUMES, f"{name}: {volume}"
+
+
+def test_containers_are_restricted(rendering: Rendering) -> None:
+    for name, container in rendering.containers():
+        context = container["securityContext"]
+        assert context["runAsNonRoot"] is True, name
+        assert context["allowPrivilegeEscalation"] is False, name
+        assert context["readOnlyRootFilesystem"] is True, name
+        assert context["capabilities"] == {"drop": ["ALL"]}, name
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"privileged", "procMount", "seLinuxOptions"} & set(context), name
+        assert not any("hostPort" in port for port in container.get("ports", [])), name
+
+
+def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
+    for name, container in chart.render(None, chart.path / "ci" / "models-values.yaml").containers():
+        assert container["securityContext"]["runAsUser"] == 10001, name
+
+
+def test_the_cluster_may_choose_the_user(chart: Chart) -> None:
+    rendering = chart.render({"security.runAsUser": 0})
+    assert all("runAsUser" not in container["securityContext"] for _, container in rendering.containers())
+    assert all(not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod["securityContext"]) for _, pod in rendering.pods())
+
+
+def test_pods_see_no_services_and_no_api_token(rendering: Rendering) -> None:
+    for name, pod in rendering.pods():
+        assert pod["enableServiceLinks"] is False, name
+        assert pod["automountServiceAccountToken"] is False, name
+    accounts = rendering.of_kind("ServiceAccount")
+    assert all(account["automountServiceAccountToken"] is False for account in accounts)
+    created = {account["metadata"]["name"] for account in accounts}
+    assert {pod["serviceAccountName"] for _, pod in rendering.pods()} - created <= {"shared"}
+
+
+def test_containers_have_probes_and_memory_requests(rendering: Rendering) -> None:
+    for name, container in rendering.containers():
+        assert "startupProbe" in container, name
+        assert "livenessProbe" in container, name
+        assert ("readinessProbe" in container) == (not name.endswith("/sidecar")), name
+        if not name.endswith("/vllm"):
+            assert "memory" in container["resources"]["limits"], name
+            assert "cpu" in container["resources"]["requests"], name
+
+
+def test_mounts_name_volumes_of_the_pod(rendering: Rendering) -> None:
+    for workload in rendering.workloads():
+        pod = workload["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert len(paths) == len(set(paths)), container["name"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, container["name"]
+
+
+def test_the_sidecar_is_a_native_sidecar(models: Rendering) -> None:
+    for name, pod in models.pods():
+        if "-vllm-" not in name:
+            continue
+        assert [container["name"] for container in pod["initContainers"]] == ["sidecar"]
+        assert pod["initContainers"][0]["restartPolicy"] == "Always"
+        assert [container["name"] for container in pod["containers"]] == ["vllm"]
+
+
+@pytest.mark.parametrize(("model", "arena_gb"), [("llama", 16.5), ("qwen", 2)])
+def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: float) -> None:
+    pod = pod_of(models, f"vllm-{model}")
+    sidecar = pod["initContainers"][0]
+    volume = named(pod["volumes"], "arena")["emptyDir"]
+    arena = int(arena_gb * 2**30)
+    assert volume["medium"] == "Memory"
+    assert bytes_of(volume["sizeLimit"]) > arena
+    limit = bytes_of(sidecar["resources"]["limits"]["memory"])
+    assert limit > bytes_of(volume["sizeLimit"])
+    assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"]
+    config = yaml.safe_load(models.get("ConfigMap", f"vllm-{model}")["data"]["config.yaml"])
+    assert config["arena_gb"] == arena_gb
+
+
+def test_sidecar_and_vllm_share_arena_and_socket_and_nothing_secret(models: Rendering) -> None:
+    pod = pod_of(models, "vllm-llama")
+    sidecar, vllm = pod["initContainers"][0], pod["containers"][0]
+    mounts = [{mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]} for container in (sidecar, vllm)]
+    for path in SIDECAR_PATHS:
+        assert mounts[0][path] == mounts[1][path]
+    assert "credentials" in mounts[0].values()
+    assert "credentials" not in mounts[1].values()
+    assert set(mounts[0].values()) & set(mounts[1].values()) == {"arena", "socket"}
+
+
+def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
+    pod = pod_of(models, "vllm-llama")
+    assert bytes_of(named(pod["volumes"], "sidecar-disk")["emptyDir"]["sizeLimit"]) > 100 * 2**30
+    config = yaml.safe_load(models.get("ConfigMap", "vllm-qwen")["data"]["config.yaml"])
+    assert not {"disk_path", "disk_gb"} & set(config)
+    assert not any(volume["name"] == "sidecar-disk" for volume in pod_of(models, "vllm-qwen")["volumes"])
+
+
+def test_the_connector_is_off_unless_asked_for(models: Rendering) -> None:
+    arguments = pod_of(models, "vllm-llama")["containers"][0]["args"]
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert config["kv_load_failure_policy"] == "recompute"
+    sidecar = yaml.safe_load(models.get("ConfigMap", "vllm-llama")["data"]["config.yaml"])
+    assert config["kv_connector_extra_config"] == {"socket_path": sidecar["socket_path"]}
+    assert "--kv-transfer-config" not in pod_of(models, "vllm-qwen")["containers"][0]["args"]
+
+
+def test_the_storage_fits_its_pod(chart: Chart) -> None:
+    rendering = chart.render({"storage.config.memory_gb": 7.5, "storage.persistence.sizeGi": 33})
+    workload = rendering.get("StatefulSet", "storage")["spec"]
+    limit = bytes_of(workload["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
+    config = yaml.safe_load(rendering.get("ConfigMap", "storage")["data"]["config.yaml"])
+    assert limit > 7.5 * 2**30
+    assert config["memory_gb"] == 7.5
+    claim = workload["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
+    assert config["disk_gb"] * 2**30 < bytes_of(claim) == 33 * 2**30
+
+
+def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
+    """Selectors and claim templates cannot change, so no version is among their labels."""
+    for workload in rendering.workloads():
+        spec = workload["spec"]
+        labels = [spec["selector"]["matchLabels"], *(claim["metadata"]["labels"] for claim in spec.get("volumeClaimTemplates", []))]
+        for found in labels:
+            assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(found)
+            assert found.items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_names_fit(rendering: Rendering) -> None:
+    for one in rendering.manifests:
+        name = one["metadata"]["name"]
+        limit = 52 if one["kind"] == "StatefulSet" else 63
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), name
+        assert len(name) <= limit, name
+
+
+def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:
+    for budget in rendering.of_kind("PodDisruptionBudget"):
+        assert budget["spec"]["maxUnavailable"] in (1, "50%")
+        assert "minAvailable" not in budget["spec"]

@@ -1,0 +1,198 @@
+"""Generated secrets: the services can read them, an upgrade keeps them, and Redis starts with them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+import yaml
+from lmcache_core.security import TokenTable, read_ticket_keys
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+BINARIES = Path(sys.executable).parent
+START_TIMEOUT_S = 20
+
+
+def decoded(secret: Manifest) -> dict[str, str]:
+    return {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
+
+
+def check_files(folder: Path, tenant: str) -> None:
+    """The services' own readers take these files, and each token is who it should be."""
+    table = TokenTable.from_file(folder / "tokens.yaml")
+    for holder in ("storage", "sidecar"):
+        principal = table.authenticate((folder / f"{holder}-token").read_text(encoding="ascii"))
+        assert (principal.name, principal.tenant, principal.role) == (holder, tenant, "client")
+    keys = read_ticket_keys(folder / "ticket-keys")
+    assert len(keys) == 1
+    assert all(len(key) >= 32 for key in keys.values())
+    assert len((folder / "salt").read_bytes()) >= 32
+
+
+def test_services_read_the_generated_secrets(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render({"auth.tenant": "team-a"})
+    for name in ("auth", "keys"):
+        for key, text in decoded(rendering.get("Secret", name)).items():
+            (tmp_path / key).write_text(text, encoding="ascii")
+    check_files(tmp_path, "team-a")
+    operator = TokenTable.from_file(tmp_path / "tokens.yaml").authenticate((tmp_path / "operator-token").read_text(encoding="ascii"))
+    assert operator.role == "admin"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_services_read_secrets_made_as_the_readme_says(chart: Chart, tmp_path: Path) -> None:
+    readme = (chart.path / "README.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "token()" in block)
+    script = "".join(line for line in block.splitlines(keepends=True) if not line.startswith("kubectl "))
+    subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, check=True, timeout=30)
+    check_files(tmp_path, "default")
+
+
+RESOURCES = {
+    "v1": {"secrets": "Secret", "services": "Service", "configmaps": "ConfigMap", "serviceaccounts": "ServiceAccount"},
+    "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
+    "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+}
+
+
+def discovery() -> dict[str, Manifest]:
+    """What a cluster says that it knows, by path."""
+    groups = []
+    answers: dict[str, Manifest] = {}
+    for group_version, kinds in RESOURCES.items():
+        listed = [{"name": name, "namespaced": True, "kind": kind, "verbs": ["get", "list", "create"]} for name, kind in kinds.items()]
+        answers[f"/apis/{group_version}"] = {"kind": "APIResourceList", "groupVersion": group_version, "resources": listed}
+        version = {"groupVersion": group_version, "version": "v1"}
+        groups.append({"name": group_version.partition("/")[0], "versions": [version], "preferredVersion": version})
+    answers["/api/v1"] = answers.pop("/apis/v1")
+    answers["/api"] = {"kind": "APIVersions", "versions": ["v1"]}
+    answers["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups[1:]}
+    answers["/version"] = {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}
+    return answers
+
+
+class FakeCluster(BaseHTTPRequestHandler):
+    """As much of the Kubernetes API as Helm needs to look a Secret up."""
+
+    secrets: ClassVar[dict[str, Manifest]] = {}
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].rstrip("/")
+        answer = self.secrets.get(path.rpartition("/")[2]) if "/secrets/" in path else discovery().get(path)
+        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        body = json.dumps(answer or missing).encode()
+        self.send_response(200 if answer else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Iterator[Path]:
+    """A cluster that holds what `FakeCluster.secrets` says."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeCluster)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    cluster = {"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+    context = {"name": "fake", "context": {"cluster": "fake", "user": "fake"}}
+    user = {"name": "fake", "user": {}}
+    config = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context], "users": [user]}
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump(config | {"current-context": "fake"}), encoding="ascii")
+    yield path
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    FakeCluster.secrets.clear()
+
+
+def render_against(chart: Chart, kubeconfig: Path, helm: str) -> dict[str, Manifest]:
+    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server"]
+    command.append("--disable-openapi-validation")  # which the stand-in does not serve
+    home = kubeconfig.parent
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "KUBECONFIG": str(kubeconfig)}
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert answer.returncode == 0, answer.stderr
+    return {one["metadata"]["name"]: one for one in yaml.safe_load_all(answer.stdout) if one and one["kind"] == "Secret"}
+
+
+def install(secrets: dict[str, Manifest]) -> None:
+    """Put Secrets into the cluster with the marks that Helm leaves on what it installs."""
+    owner = {"meta.helm.sh/release-name": "cache", "meta.helm.sh/release-namespace": "inference"}
+    for name, secret in secrets.items():
+        FakeCluster.secrets[name] = secret | {"metadata": secret["metadata"] | {"annotations": owner}}
+
+
+@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+def test_an_upgrade_keeps_the_secrets(chart: Chart, kubeconfig: Path, helm: str) -> None:
+    first = render_against(chart, kubeconfig, helm)
+    assert set(first) == {"cache-lmcache-auth", "cache-lmcache-keys", "cache-lmcache-redis"}
+    assert render_against(chart, kubeconfig, helm) != first, "with nothing to keep, secrets are new"
+    install(first)
+    assert render_against(chart, kubeconfig, helm) == first
+
+
+def test_an_upgrade_adds_what_an_older_release_did_not_have(chart: Chart, kubeconfig: Path) -> None:
+    first = render_against(chart, kubeconfig, "helm4")
+    older = json.loads(json.dumps(first["cache-lmcache-keys"]))
+    del older["data"]["salt"]
+    install({"cache-lmcache-keys": older})
+    second = render_against(chart, kubeconfig, "helm4")["cache-lmcache-keys"]["data"]
+    assert second["ticket-keys"] == older["data"]["ticket-keys"]
+    assert second["salt"]
+
+
+def redis_container(rendering: Rendering) -> Manifest:
+    return next(container for name, container in rendering.containers() if name.endswith("/redis"))
+
+
+@pytest.mark.skipif(not (BINARIES / "redis-server").exists(), reason="no redis-server beside this Python")
+def test_redis_starts_with_its_password_and_stops_on_sigterm(chart: Chart, tmp_path: Path) -> None:
+    """The container's own commands, with its paths moved under a folder and a port of ours."""
+    rendering = chart.render()
+    container = redis_container(rendering)
+    (tmp_path / "data").mkdir()
+    config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"]
+    port = "port 0\nunixsocket redis.sock"  # no TCP port, so that tests do not meet
+    (tmp_path / "redis.conf").write_text(config.replace("port 6379", port).replace("dir /data", f"dir {tmp_path / 'data'}"))
+    (tmp_path / "redis-password").write_text(decoded(rendering.get("Secret", "redis"))["redis-password"])
+
+    def moved(text: str) -> str:
+        text = text.replace("/etc/redis/", f"{tmp_path}/").replace("/run/secrets/redis/", f"{tmp_path}/")
+        return text.replace("redis-cli", f"redis-cli -s {tmp_path}/data/redis.sock")
+
+    env = {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
+    ping = [moved(part) for part in container["livenessProbe"]["exec"]["command"]]
+    server = subprocess.Popen([moved(part) for part in container["command"]], env=env, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while subprocess.run(ping, env=env, capture_output=True, check=False).returncode != 0:
+            assert time.monotonic() < deadline, "the liveness probe never passed"
+            time.sleep(0.1)
+        assert "redis-server" in Path(f"/proc/{server.pid}/cmdline").read_text(), "the shell stands in the way of signals"
+        stranger = [str(BINARIES / "redis-cli"), "-s", f"{tmp_path}/data/redis.sock", "ping"]
+        assert "NOAUTH" in subprocess.run(stranger, capture_output=True, text=True, check=False).stdout
+        server.terminate()
+        assert server.wait(timeout=START_TIMEOUT_S) == 0
+    finally:
+        server.kill()
+        server.wait()
