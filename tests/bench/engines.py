@@ -1,0 +1,75 @@
+"""The engine, contiguous KV, embedded and through a real sidecar process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.token_database import ChunkedTokenDatabase
+from lmcache_demo.processes import Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.bench.measure import Figure, timed
+from tests.bench.shape import HIDDEN, NUM_LAYERS, NUM_TOKENS, TOTAL_BYTES, make_config, make_kv, make_metadata, same_bits, tokens_of
+
+ARENA_GB = 1.25
+
+
+@contextmanager
+def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
+    """An engine with a hot tier of its own."""
+    config = make_config(verify_hot=verify_hot)
+    metadata = make_metadata()
+    allocator = HostMemoryAllocator(int(ARENA_GB * (1 << 30)))
+    engine = LMCacheEngine(
+        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    )
+    engine.open()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
+    """An engine at a sidecar in a process of its own."""
+    socket = directory / f"bench-{verify_hot}.sock"
+    settings = {
+        "port": 0,
+        "lm_port": 0,
+        "instance_id": "bench",
+        "socket_path": socket,
+        "arena_path": directory / "arena",
+        "arena_gb": ARENA_GB,
+        "verify_hot": verify_hot,
+    }
+    with Processes(directory, quiet_environment()) as processes:
+        processes.start_service("sidecar", "lmcache_sidecar", settings)
+        config, metadata = make_config(sidecar_socket=str(socket)), make_metadata()
+        engine = LMCacheEngine(
+            config, metadata, None, ChunkedTokenDatabase(config, metadata), VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+        )
+        engine.open()
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def measure(engine: LMCacheEngine, name: str, limit: Figure, notes: tuple[str, str]) -> list[Figure]:
+    """Store and retrieve of the whole prompt; what came back is compared with what was stored."""
+    kv, target = make_kv(), make_kv(fill=0)
+    store = timed(lambda turn: engine.store(tokens_of(turn), kvcaches=kv))
+    last = tokens_of(len(store))
+    retrieve = timed(lambda turn: engine.retrieve(last, kvcaches=target))
+    if engine.lookup(last) != NUM_TOKENS or not same_bits(kv, target):
+        raise AssertionError(f"{name}: what was retrieved is not what was stored")
+    return [
+        Figure(f"{name}: store", TOTAL_BYTES, store, limit, notes[0]),
+        Figure(f"{name}: retrieve", TOTAL_BYTES, retrieve, limit, notes[1]),
+    ]

@@ -1,0 +1,79 @@
+"""What this machine can do: a torch copy, a raw socket, raw files; one thread each, the same bytes in the same blocks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import torch
+
+from tests.bench.measure import Figure, timed
+from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
+
+SOCKET_BUFFER_BYTES = 4 << 20
+
+
+def copy_limit() -> Figure:
+    """One-thread torch copy between touched memory."""
+    source = torch.empty(TOTAL_BYTES, dtype=torch.uint8).random_()
+    target = torch.zeros(TOTAL_BYTES, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = timed(lambda turn: target.copy_(source))
+    torch.set_num_threads(threads)
+    return Figure("limit: torch copy, one thread", TOTAL_BYTES, seconds)
+
+
+def socket_limit() -> Figure:
+    """`sendall` in one thread, `recv_into` in another, over loopback TCP."""
+    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
+    target = memoryview(bytearray(CHUNK_BYTES))
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(listener.getsockname())
+    receiver, _ = listener.accept()
+    for end in (sender, receiver):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+
+    def transfer(turn: int) -> None:
+        thread = threading.Thread(target=lambda: [sender.sendall(payload) for _ in range(NUM_CHUNKS)])
+        thread.start()
+        for _ in range(NUM_CHUNKS):
+            at = 0
+            while at < CHUNK_BYTES:
+                at += receiver.recv_into(target[at:])
+        thread.join()
+
+    seconds = timed(transfer)
+    for end in (sender, receiver, listener):
+        end.close()
+    return Figure("limit: raw socket, loopback", TOTAL_BYTES, seconds)
+
+
+def file_limits(directory: Path) -> tuple[Figure, Figure]:
+    """Raw write and read of one file a chunk, without fsync, read back from the page cache."""
+    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
+    target = memoryview(bytearray(CHUNK_BYTES))
+
+    def write(turn: int) -> None:
+        for i in range(NUM_CHUNKS):
+            with (directory / f"{i}.new").open("wb", buffering=0) as file:
+                at = 0
+                while at < CHUNK_BYTES:
+                    at += file.write(payload[at:])
+            (directory / f"{i}.new").replace(directory / f"{i}.raw")
+
+    def read(turn: int) -> None:
+        for i in range(NUM_CHUNKS):
+            with (directory / f"{i}.raw").open("rb", buffering=0) as file:
+                at = 0
+                while at < CHUNK_BYTES:
+                    at += file.readinto(target[at:])
+
+    writes = Figure("limit: raw file write", TOTAL_BYTES, timed(write))
+    reads = Figure("limit: raw file read (page cache)", TOTAL_BYTES, timed(read))
+    for i in range(NUM_CHUNKS):
+        (directory / f"{i}.raw").unlink()
+    return writes, reads
