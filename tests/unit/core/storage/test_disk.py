@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk, MissReason
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
+from lmcache_core.testing.backend_suite import payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+CHARGE = charged_bytes(512 + 1000)
+NUM_SLOTS = 4
+CAPACITY_BYTES = CHARGE * NUM_SLOTS
+ARENA = ArenaAllocator.anonymous(1 << 20)
+
+
+def allocate(num_bytes):
+    return ARENA.allocate((num_bytes,), None)
+
+
+def taken_bytes(root: Path) -> int:
+    return sum(charged_bytes(path.stat().st_size) for path in root.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+@pytest.fixture
+def removed():
+    return []
+
+
+@pytest.fixture
+async def disk(tmp_path, removed):
+    backend = LocalDiskBackend(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
+    await backend.open()
+    yield backend
+    await backend.close()
+    backend.check_integrity()
+    assert ARENA.used_bytes == 0
+
+
+async def get(disk: LocalDiskBackend, *names: object) -> list[bytes | MissReason]:
+    return [payload_of(result) for result in await disk.batched_get([make_key(name) for name in names], allocate)]
+
+
+async def put(disk: LocalDiskBackend, *names: object) -> None:
+    for name in names:
+        assert await disk.batched_put([make_chunk(name)]) == [True]
+
+
+async def test_the_least_recently_used_chunk_makes_room(disk, removed, tmp_path):
+    await put(disk, *range(NUM_SLOTS))
+    await get(disk, 0)
+    await put(disk, "one more")
+    await asyncio.sleep(0)
+    assert removed == [make_key(1)]
+    assert await get(disk, 0, 1, "one more") == [make_payload(0), MissReason.EVICTED, make_payload("one more")]
+    assert disk.stats()["evicted_chunks"] == 1
+    assert taken_bytes(tmp_path) == disk.stats()["used_bytes"] == CAPACITY_BYTES
+
+
+async def test_the_capacity_also_bounds_what_is_being_written(tmp_path):
+    class Watched(DiskFiles):
+        peak = 0
+
+        def write(self, fd, buffers):
+            super().write(fd, buffers)
+            self.peak = max(self.peak, taken_bytes(tmp_path))
+
+    files = Watched()
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=files)
+    await disk.open()
+    await asyncio.gather(*(disk.batched_put([make_chunk(i), make_chunk(-i)]) for i in range(1, 20)))
+    await disk.close()
+    assert 2 * CHARGE < files.peak <= CAPACITY_BYTES
+    disk.check_integrity()
+    assert disk.stats()["reserved_bytes"] == 0
+
+
+async def test_a_chunk_above_the_capacity_is_refused_and_evicts_nothing(disk):
+    await put(disk, 0)
+    assert await disk.batched_put([make_chunk("large", payload=bytes(CAPACITY_BYTES))]) == [False]
+    assert await get(disk, 0) == [make_payload(0)]
+
+
+async def test_a_lossless_chunk_takes_the_place_of_a_lossy_one_and_not_the_other_way(disk, tmp_path):
+    lossless, lossy = make_payload("lossless"), make_payload("lossy", 3000)
+    for payload, is_lossy, expected in ((lossy, True, lossy), (b"x", True, lossy), (lossless, False, lossless), (lossy, True, lossless)):
+        assert await disk.batched_put([make_chunk("a", payload=payload, lossy=is_lossy)]) == [True]
+        assert await get(disk, "a") == [expected]
+    assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
+
+
+async def test_a_file_that_somebody_removed_is_a_miss_and_is_forgotten(disk, removed, tmp_path):
+    await put(disk, "a")
+    for path in tmp_path.rglob("*.kvr"):
+        path.unlink()
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    await asyncio.sleep(0)
+    assert removed == [make_key("a")]
+    assert disk.stats()["missing_files"] == 1
+    assert disk.stats()["used_bytes"] == 0
+    await put(disk, "a")
+    assert await get(disk, "a") == [make_payload("a")]
+
+
+async def test_a_directory_that_somebody_removed_is_made_again(disk, tmp_path):
+    await put(disk, "a")
+    for path in sorted(tmp_path.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    await put(disk, "b")
+    assert await get(disk, "b") == [make_payload("b")]
+
+
+async def test_a_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk, removed, tmp_path):
+    await put(disk, *range(NUM_SLOTS))
+    [path] = [path for path in tmp_path.rglob("*.kvr") if path.read_bytes()[512:] == make_payload(2)]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert await get(disk, 2) == [MissReason.CORRUPT]
+    await asyncio.sleep(0)
+    assert removed == [make_key(2)]
+    assert len(list((tmp_path / ".bad").iterdir())) == disk.stats()["quarantined_files"] == disk.stats()["corrupt_chunks"] == 1
+    assert disk.stats()["used_bytes"] == CAPACITY_BYTES
+    await put(disk, 2)
+    assert list((tmp_path / ".bad").iterdir()) == []
+    assert await get(disk, *range(NUM_SLOTS)) == [make_payload(i) for i in range(NUM_SLOTS)]
+
+
+async def test_no_more_than_a_few_damaged_files_are_kept(tmp_path):
+    disk = LocalDiskBackend(tmp_path, 100 * CHARGE)
+    await disk.open()
+    await put(disk, *range(20))
+    for path in tmp_path.rglob("*.kvr"):
+        path.write_bytes(b"")
+    assert await get(disk, *range(20)) == [MissReason.CORRUPT] * 20
+    await disk.close()
+    assert len(list((tmp_path / ".bad").iterdir())) == 8
+
+
+async def test_a_second_owner_is_refused_with_the_remedy(disk, tmp_path):
+    other = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    with pytest.raises(ConfigError, match=r"in use by another process \(pid \d+\): give each process a directory"):
+        await other.open()
+    await put(disk, "a")
+    await disk.close()
+    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    await again.open()
+    assert await get(again, "a") == [make_payload("a")]
+    await again.close()
+
+
+async def test_a_path_that_cannot_be_a_directory_is_unavailable(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UnavailableError, match="file"):
+        await LocalDiskBackend(tmp_path / "file", CAPACITY_BYTES).open()
+
+
+def test_a_capacity_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="must be positive"):
+        LocalDiskBackend(tmp_path, 0)
+
+
+async def test_a_closed_tier_is_unavailable(tmp_path):
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    await disk.open()
+    await put(disk, "a")
+    await disk.close()
+    with pytest.raises(UnavailableError):
+        await get(disk, "a")
+    with pytest.raises(UnavailableError):
+        await disk.batched_put([make_chunk("b")])
+
+
+async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
+    calls = []
+
+    class Recorded(DiskFiles):
+        def sync(self, fd):
+            calls.append("sync")
+            super().sync(fd)
+
+        def rename(self, source, target):
+            super().rename(source, target)
+            calls.append("rename")
+
+        def sync_directory(self, path):
+            calls.append("sync_directory")
+            super().sync_directory(path)
+
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=Recorded())
+    await disk.open()
+    await put(disk, "a")
+    await disk.close()
+    assert calls == ["sync", "rename", "sync_directory"]
+
+
+async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):
+    may_go_on = threading.Event()
+
+    class Stalled(DiskFiles):
+        def read(self, path, buffers):
+            may_go_on.wait(10)
+            return super().read(path, buffers)
+
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Stalled(), num_threads=2)
+    await disk.open()
+    await put(disk, *range(NUM_SLOTS))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await get(disk, *range(NUM_SLOTS))
+    assert await disk.batched_contains([make_key(0)]) == [True]
+    assert ARENA.used_bytes == 2 * 1024, "reads that began hold their memory until they end, the others have given it back"
+    may_go_on.set()
+    assert await get(disk, 0) == [make_payload(0)]
+    await disk.close()
+    assert ARENA.used_bytes == 0
+
+
+@pytest.mark.parametrize("tenant", ["a", "a.b-c_d", "A/../b", ".", "..", "%2E", "ü b", "x" * 255])
+def test_a_tenant_has_one_directory_and_that_directory_one_tenant(tenant):
+    name = tenant_directory(tenant)
+    assert Path(name).name == name
+    assert not name.startswith(".")
+    assert tenant_of(name) == tenant
+
+
+@pytest.mark.parametrize("name", ["", ".tmp", "lost found", "%2e", "a%2Eb"])
+def test_other_directories_belong_to_nobody(name):
+    assert tenant_of(name) is None
+
+
+async def test_a_tenant_without_a_possible_directory_is_not_kept(disk):
+    chunks = [make_chunk("a", tenant=tenant) for tenant in ("", "x" * 256)]
+    assert await disk.batched_put(chunks) == [False, False]
+    assert disk.stats()["rejected_writes"] == 2
+    results = await disk.batched_get([chunk.key for chunk in chunks], allocate)
+    assert not any(isinstance(result, Chunk) for result in results)

@@ -1,0 +1,181 @@
+"""A disk that is full, read-only or broken costs hits and nothing else, and is found healed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+import pytest
+from lmcache_core.record import MissReason
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, WriteBackoff
+from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.testing.backend_suite import Arena, payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+NUM_SLOTS = 3
+MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_directory", "unlink")
+
+
+class Failing(DiskFiles):
+    """Fails the named operations with an error number, as long as one is set; a failing write is a partial one."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, int] = {}
+
+    def _check(self, operation: str) -> None:
+        if operation in self.failing:
+            code = self.failing[operation]
+            raise OSError(code, os.strerror(code))
+
+    def write(self, fd, buffers):
+        if "write" in self.failing:
+            super().write(fd, [buffers[0]])
+        self._check("write")
+        super().write(fd, buffers)
+
+
+def _checked(name):
+    def operation(self, *arguments):
+        self._check(name)
+        return getattr(DiskFiles, name)(self, *arguments)
+
+    return operation
+
+
+for _name in (*MUTATIONS, "read"):
+    if _name != "write":
+        setattr(Failing, _name, _checked(_name))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def files():
+    return Failing()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+async def disk(tmp_path, files, clock):
+    backend = LocalDiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES, fsync=True, files=files)
+    backend._store._backoff = WriteBackoff(clock)
+    await backend.open()
+    yield backend
+    files.failing.clear()
+    await backend.close()
+    backend.check_integrity()
+    lying = sum(1 for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock")
+    assert lying * BLOCK_BYTES == backend.stats()["used_bytes"]
+
+
+async def get(disk, *names):
+    return [payload_of(result) for result in await disk.batched_get([make_key(name) for name in names], Arena())]
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+async def test_a_write_that_fails_leaves_nothing_and_heals(disk, files, clock, tmp_path, operation, code):
+    assert await disk.batched_put([make_chunk("before")]) == [True]
+    files.failing = {operation: code}
+    assert await disk.batched_put([make_chunk("a")]) == [False]
+    assert list((tmp_path / ".tmp").iterdir()) == []
+    assert await get(disk, "before", "a") == [make_payload("before"), MissReason.NEVER_STORED]
+    files.failing.clear()
+    assert await disk.batched_put([make_chunk("a")]) == [False], "it is left alone for a while"
+    figures = disk.stats()
+    assert (figures["failed_writes"], figures["rejected_writes"], figures["is_failing"]) == (1, 1, 1)
+    clock.now += MIN_PAUSE_S
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    assert await get(disk, "a") == [make_payload("a")]
+    assert disk.stats()["is_failing"] == 0
+
+
+async def test_a_read_only_disk_keeps_serving_and_keeps_its_books(disk, files, clock):
+    for i in range(NUM_SLOTS):
+        assert await disk.batched_put([make_chunk(i)]) == [True]
+    files.failing = dict.fromkeys(MUTATIONS, errno.EROFS)
+    assert await disk.batched_put([make_chunk("more")]) == [False]
+    assert await get(disk, *range(NUM_SLOTS)) == [make_payload(i) for i in range(NUM_SLOTS)]
+    assert await disk.batched_remove([make_key(0)]) == 1
+    assert await get(disk, 0) == [MissReason.NEVER_STORED]
+    assert disk.stats()["used_bytes"] == NUM_SLOTS * BLOCK_BYTES, "the file is still there"
+    files.failing.clear()
+    clock.now += MAX_PAUSE_S
+    assert await disk.batched_put([make_chunk("more")]) == [True]
+    assert await get(disk, 1, 2, "more") == [make_payload(1), make_payload(2), make_payload("more")]
+
+
+async def test_a_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files, clock):
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    files.failing = {"unlink": errno.EIO}
+    assert await disk.batched_remove([make_key("a")]) == 1
+    files.failing.clear()
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    for i in range(NUM_SLOTS - 1):
+        assert await disk.batched_put([make_chunk(i)]) == [True]
+    assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
+
+
+async def test_a_half_written_file_that_cannot_be_removed_stays_charged(disk, files, clock):
+    files.failing = {"write": errno.EIO, "unlink": errno.EIO}
+    assert await disk.batched_put([make_chunk("a")]) == [False]
+    assert disk.stats()["used_bytes"] == BLOCK_BYTES
+    files.failing.clear()
+    clock.now += MAX_PAUSE_S
+    for i in range(NUM_SLOTS):
+        assert await disk.batched_put([make_chunk(i)]) == [True]
+    assert disk.stats()["quarantined_files"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "is_kept"),
+    [(errno.EIO, MissReason.CORRUPT, False), (errno.EMFILE, MissReason.UNAVAILABLE, True), (errno.ENOMEM, MissReason.UNAVAILABLE, True)],
+)
+async def test_a_read_that_fails_is_a_miss(disk, files, code, reason, is_kept):
+    await disk.batched_put([make_chunk("a")])
+    files.failing = {"read": code}
+    assert await get(disk, "a") == [reason]
+    files.failing.clear()
+    assert await disk.batched_contains([make_key("a")]) == [is_kept]
+
+
+async def test_a_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        assert await disk.batched_put([make_chunk("a")]) == [False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    clock.now += MIN_PAUSE_S
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+
+
+def test_pauses_double_up_to_a_bound_and_stragglers_do_not_count():
+    clock = Clock()
+    backoff = WriteBackoff(clock)
+    assert backoff.allows()
+    backoff.failed()
+    backoff.failed()
+    pause_s = MIN_PAUSE_S
+    for _ in range(10):
+        clock.now += pause_s - 0.01
+        assert not backoff.allows()
+        clock.now += 0.02
+        assert backoff.allows(), "one probe"
+        assert not backoff.allows(), "and only one"
+        backoff.failed()
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    backoff.succeeded()
+    assert backoff.allows()
+    assert backoff.allows()

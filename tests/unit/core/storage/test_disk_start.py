@@ -1,0 +1,176 @@
+"""What the disk tier makes of the directory that it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+from lmcache_core.record import MissReason
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, backend
+from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.testing.backend_suite import Arena, payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+CAPACITY_BYTES = 64 * BLOCK_BYTES
+
+
+async def opened(root, capacity_bytes=CAPACITY_BYTES, **options) -> LocalDiskBackend:
+    disk = LocalDiskBackend(root, capacity_bytes, **options)
+    await disk.open()
+    return disk
+
+
+async def fill(root, *names, tenant="default") -> dict[object, os.PathLike]:
+    disk = await opened(root)
+    paths = {}
+    for name in names:
+        chunk = make_chunk(name, tenant=tenant)
+        assert await disk.batched_put([chunk]) == [True]
+        paths[name] = disk._layout.record(chunk.key)
+    await disk.close()
+    return paths
+
+
+async def get(disk, *names, tenant="default"):
+    arena = Arena()
+    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], arena)]
+
+
+async def test_what_is_whole_is_served_again_for_its_tenant(tmp_path):
+    await fill(tmp_path, "a", "b", tenant="tenant ü/..")
+    disk = await opened(tmp_path)
+    assert await get(disk, "a", "b", tenant="tenant ü/..") == [make_payload("a"), make_payload("b")]
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    assert disk.stats()["used_bytes"] == 2 * BLOCK_BYTES
+    await disk.close()
+
+
+async def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
+    paths = await fill(tmp_path, *range(6))
+    for age, name in enumerate([3, 1, 4, 0, 5, 2]):
+        os.utime(paths[name], (1_000_000_000 - age, 1_000_000_000 - age))
+    disk = await opened(tmp_path, 2 * BLOCK_BYTES)
+    assert set(disk.keys()) == {make_key(3), make_key(1)}
+    assert len(list(tmp_path.rglob("*.kvr"))) == 2
+    disk.check_integrity()
+    await disk.close()
+
+
+def short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def long(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def damaged_head(path):
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def another_version(path):
+    data = bytearray(path.read_bytes())
+    data[4] = 2
+    path.write_bytes(data)
+
+
+def under_another_name(path):
+    path.rename(path.with_name(path.name[:2] + "0" * 62 + ".kvr"))
+
+
+def a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_link(path):
+    elsewhere = path.parents[3] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+DAMAGES = [short, long, empty, damaged_head, another_version, under_another_name, a_directory, a_link]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+async def test_a_file_that_is_no_record_is_set_aside_and_never_served(tmp_path, damage):
+    root = tmp_path / "root"
+    paths = await fill(root, "a", "b")
+    damage(paths["a"])
+    disk = await opened(root)
+    assert disk.keys() == [make_key("b")]
+    assert await get(disk, "a", "b") == [MissReason.NEVER_STORED, make_payload("b")]
+    assert disk.stats()["damaged_at_start"] == 1
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    assert await get(disk, "a") == [make_payload("a")]
+    disk.check_integrity()
+    await disk.close()
+
+
+async def test_half_written_files_go_and_strangers_stay(tmp_path):
+    await fill(tmp_path, "a")
+    (tmp_path / ".tmp" / "1234-0.tmp").write_bytes(b"half")
+    strangers = [tmp_path / "notes.txt", tmp_path / "default" / "notes.txt", tmp_path / "default" / "ab" / "notes.kvr"]
+    for path in strangers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    disk = await opened(tmp_path)
+    figures = disk.stats()
+    assert (figures["leftovers_at_start"], figures["foreign_at_start"], figures["num_chunks"]) == (1, 3, 1)
+    assert list((tmp_path / ".tmp").iterdir()) == []
+    await disk.clear()
+    assert all(path.read_bytes() == b"mine" for path in strangers)
+    await disk.close()
+
+
+async def test_damaged_files_of_earlier_runs_are_charged_and_bounded(tmp_path):
+    (tmp_path / ".bad").mkdir()
+    for i in range(12):
+        (tmp_path / ".bad" / f"{i}.bad").write_bytes(b"x" * 5000)
+    disk = await opened(tmp_path)
+    assert len(list((tmp_path / ".bad").iterdir())) == 8
+    assert disk.stats()["used_bytes"] == 8 * 2 * BLOCK_BYTES
+    await disk.close()
+
+
+async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch):
+    await fill(tmp_path, "a")
+    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
+    may_go_on = threading.Event()
+
+    class Slow(DiskFiles):
+        def list_directory(self, path):
+            may_go_on.wait(10)
+            return super().list_directory(path)
+
+    disk = await opened(tmp_path, files=Slow())
+    assert disk.stats()["is_loading"] == 1
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    assert await disk.batched_put([make_chunk("b")]) == [False]
+    clearing = asyncio.ensure_future(disk.clear("other tenant"))
+    await asyncio.sleep(0.01)
+    assert not clearing.done()
+    may_go_on.set()
+    assert await clearing == 0
+    assert disk.stats()["is_loading"] == 0
+    assert await get(disk, "a") == [make_payload("a")]
+    assert await disk.batched_put([make_chunk("b")]) == [True]
+    await disk.close()
+
+
+async def test_a_tier_closed_while_it_reads_its_directory_ends(tmp_path, monkeypatch):
+    await fill(tmp_path, *range(3))
+    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
+    disk = await opened(tmp_path)
+    await disk.close()
+    again = await opened(tmp_path)
+    await again.clear()
+    await again.close()
