@@ -1,0 +1,34 @@
+# The image of lmcache-sidecar. Build it from the root of the repository:
+#   docker build -f docker/sidecar.Dockerfile -t lmcache-sidecar:0.1.0 .
+# The base is pinned by tag; a release pins it by the digest that its registry shows.
+FROM python:3.12-slim AS build
+WORKDIR /src
+RUN python -m venv --without-pip /opt/lmcache
+
+# Dependencies have a layer of their own: it is made again only when a pyproject.toml or a pin changes. The core's base has no torch.
+COPY constraints.txt docker/dependencies.py ./
+COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
+COPY services/servicekit/pyproject.toml services/servicekit/
+COPY services/sidecar/pyproject.toml services/sidecar/
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast]' services/sidecar > requirements.txt \
+    && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
+
+COPY libs/lmcache_core libs/lmcache_core
+COPY services/servicekit services/servicekit
+COPY services/sidecar services/sidecar
+RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
+    ./libs/lmcache_core ./services/servicekit ./services/sidecar
+
+FROM python:3.12-slim
+LABEL org.opencontainers.image.title="lmcache-sidecar" \
+      org.opencontainers.image.description="Cache sidecar of a serving pod: shared-memory hot tier, disk tier, peers" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=build /opt/lmcache /opt/lmcache
+# The root file system is read-only in Kubernetes: no byte code is written.
+ENV PATH=/opt/lmcache/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+EXPOSE 8083 8084 65433
+ENTRYPOINT ["lmcache-sidecar"]
