@@ -54,7 +54,7 @@ def create_shared_arena(directory: Path, size: int, mode: int = 0o660) -> Shared
     for old in directory.glob(f"*{FILE_SUFFIX}"):
         old.unlink(missing_ok=True)
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    generation = secrets.randbits(63)
+    generation = secrets.randbits(62)
     path = directory / f"{generation:016x}{FILE_SUFFIX}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:

@@ -1,0 +1,252 @@
+"""The sidecar's socket, with a real client on the other end."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record import encode_head, payload_digest, raw_header
+from lmcache_core.sidecar import SidecarConnection
+from lmcache_core.sidecar import messages as m
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
+    with running_socket(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(sidecar: RunningSocket) -> Iterator[SidecarConnection]:
+    connection = SidecarConnection(sidecar.path, HELLO, 5.0)
+    connection.open()
+    yield connection
+    connection.close()
+
+
+def key_of(number: int) -> CacheEngineKey:
+    return CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}")
+
+
+def head_of(number: int, payload: bytes) -> bytes:
+    return encode_head(raw_header(key_of(number), (len(payload),), "uint8", payload_digest(payload)), len(payload))
+
+
+def put(client: SidecarConnection, number: int, payload: bytes) -> bool:
+    reserved = client.call(m.Reserve((len(payload),)), m.ReserveOk).reservations[0]
+    if reserved is None:
+        return False
+    handle, offset = reserved
+    client.arena.store_view[offset : offset + len(payload)] = payload
+    return client.call(m.Commit(((handle, head_of(number, payload)),)), m.CommitOk).stored[0]
+
+
+def pinned_bytes(client: SidecarConnection, *numbers: int) -> tuple[list[bytes], m.PinOk]:
+    answer = client.call(m.Pin(tuple(key_of(n).canonical() for n in numbers), 1000), m.PinOk)
+    return [bytes(client.arena.load_view[c.offset : c.offset + c.length]) for c in answer.chunks], answer
+
+
+def wait_for(condition: object, seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
+    tokens, kv, target = tokens_of(5 * CHUNK_SIZE + 3), random_kv(5 * CHUNK_SIZE + 3), empty_kv(5 * CHUNK_SIZE + 3)
+    with engine_at(sidecar.path) as first:
+        first.store(tokens, kvcaches=kv)
+        assert first.lookup(tokens) == len(tokens)
+    with engine_at(sidecar.path) as second:
+        assert second.retrieve(tokens, kvcaches=target).all()
+    assert_equal_prefix(target, kv, len(tokens))
+
+
+def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(client: SidecarConnection) -> None:
+    assert put(client, 1, b"one")
+    assert put(client, 2, b"two!")
+    assert put(client, 4, b"four")
+    found, answer = pinned_bytes(client, 1, 2, 3, 4)
+    assert found == [b"one", b"two!"]
+    assert answer.miss_reason == "never_stored"
+    assert client.call(m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4))), m.LookupOk) == m.LookupOk(2, ("Hot", "Hot"))
+
+
+def test_nothing_is_visible_before_its_commit(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    client.call(m.Reserve((100,)), m.ReserveOk)
+    assert pinned_bytes(client, 1)[0] == []
+    assert sidecar.hot.keys() == []
+
+
+def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> None:
+    client = SidecarConnection(sidecar.path, HELLO, 5.0)
+    client.open()
+    assert put(client, 1, b"x" * 600)
+    pinned_bytes(client, 1)
+    client.call(m.Reserve((700, 800)), m.ReserveOk)
+    used = sidecar.allocator.used_bytes
+    client.close()
+    wait_for(lambda: not sidecar.server.sessions)
+    assert sidecar.allocator.used_bytes == 1024 < used, "only the stored chunk is left"
+
+
+@pytest.mark.parametrize("damage", ["flip", "short", "size", "empty"])
+def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(sidecar: RunningSocket, client: SidecarConnection, damage: str) -> None:
+    reserved = client.call(m.Reserve((64,)), m.ReserveOk).reservations[0]
+    assert reserved is not None
+    head = bytearray(head_of(1, b"x" * (65 if damage == "size" else 64)))
+    if damage == "flip":
+        head[40] ^= 1
+    sent = {"short": bytes(head[:-1]), "empty": b""}.get(damage, bytes(head))
+    assert client.call(m.Commit(((reserved[0], sent),)), m.CommitOk).stored == (False,)
+    assert sidecar.allocator.used_bytes == 0
+    assert pinned_bytes(client, 1)[0] == []
+
+
+def test_a_reservation_is_committed_once_and_by_its_owner(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    other = SidecarConnection(sidecar.path, HELLO, 5.0)
+    other.open()
+    reserved = client.call(m.Reserve((3,)), m.ReserveOk).reservations[0]
+    assert reserved is not None
+    commit = m.Commit(((reserved[0], head_of(1, b"abc")),))
+    assert other.call(commit, m.CommitOk).stored == (False,)
+    assert client.call(commit, m.CommitOk).stored == (True,)
+    assert client.call(commit, m.CommitOk).stored == (False,)
+    other.close()
+
+
+def test_pinned_chunks_survive_memory_pressure(client: SidecarConnection) -> None:
+    payload = bytes(range(256)) * 400
+    assert put(client, 1, payload)
+    found, answer = pinned_bytes(client, 1)
+    for number in range(2, 30):
+        put(client, number, bytes([number]) * 100_000)
+    chunk = answer.chunks[0]
+    assert bytes(client.arena.load_view[chunk.offset : chunk.offset + chunk.length]) == payload == found[0]
+    client.call(m.Release((chunk.pin,)), m.ReleaseOk)
+
+
+def test_no_client_can_reserve_everything(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    answer = client.call(m.Reserve((100_000,) * 12), m.ReserveOk)
+    granted = [r for r in answer.reservations if r is not None]
+    assert 0 < len(granted) * 100_000 <= sidecar.arena.size // 2
+    client.call(m.Abort(tuple(handle for handle, _ in granted)), m.AbortOk)
+    assert sidecar.allocator.used_bytes == 0
+
+
+def test_a_draining_sidecar_takes_nothing_and_still_serves(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    assert put(client, 1, b"kept")
+    sidecar.server.refuse_stores()
+    assert not put(client, 2, b"late")
+    assert pinned_bytes(client, 1)[0] == [b"kept"]
+
+
+def test_versions_must_meet(sidecar: RunningSocket) -> None:
+    connection = SidecarConnection(sidecar.path, m.Hello(m.VERSION + 1, m.VERSION + 5, "new", 1, 0, "", ""), 5.0)
+    with pytest.raises(VersionError, match="speaks version"):
+        connection.open()
+
+
+def test_the_first_message_is_hello_and_it_comes_once(client: SidecarConnection) -> None:
+    with pytest.raises(ProtocolError, match="HELLO"):
+        client.call(HELLO, m.HelloOk)
+    with pytest.raises((UnavailableError, ProtocolError)):
+        client.call(m.Stats(), m.StatsOk)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=64), st.booleans())
+def test_garbage_closes_its_own_connection_only(sidecar: RunningSocket, garbage: bytes, framed: bool) -> None:
+    raw = socket.socket(socket.AF_UNIX)
+    raw.settimeout(5.0)
+    raw.connect(str(sidecar.path))
+    raw.sendall(m.LENGTH.pack(len(garbage)) + garbage if framed else garbage)
+    raw.shutdown(socket.SHUT_WR)
+    while raw.recv(4096):
+        pass
+    raw.close()
+
+
+def test_after_garbage_others_are_still_served(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    assert put(client, 1, b"kept")
+    for junk in (b"\xff\xff\xff\xff", b"\0\0\0\0", m.LENGTH.pack(5) + b"hello", m.LENGTH.pack(m.MAX_MESSAGE_BYTES + 1)):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(sidecar.path))
+            raw.sendall(junk)
+            raw.shutdown(socket.SHUT_WR)
+    assert pinned_bytes(client, 1)[0] == [b"kept"]
+
+
+def test_two_sidecars_do_not_share_a_socket(sidecar: RunningSocket, tmp_path: Path) -> None:
+    from lmcache_sidecar.socket import SocketServer
+
+    second = SocketServer(sidecar.path, sidecar.server._context)
+    with pytest.raises(ConfigError, match="another sidecar listens"):
+        sidecar.loop.run(second.open(), 5.0)
+
+
+def test_a_dead_sidecars_socket_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s.sock"))
+    with running_socket(tmp_path) as running, engine_at(running.path) as engine:
+        engine.store(tokens_of(CHUNK_SIZE), kvcaches=random_kv(CHUNK_SIZE))
+        assert engine.lookup(tokens_of(CHUNK_SIZE)) == CHUNK_SIZE
+
+
+def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path) -> None:
+    tokens, kv, target = tokens_of(2 * CHUNK_SIZE), random_kv(2 * CHUNK_SIZE), empty_kv(2 * CHUNK_SIZE)
+    with engine_at(tmp_path / "s.sock") as engine:
+        engine.store(tokens, kvcaches=kv)
+        assert engine.lookup(tokens) == 0
+        assert not engine.retrieve(tokens, kvcaches=target).any()
+        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 2
+        with running_socket(tmp_path):
+
+            def stored() -> bool:
+                engine.store(tokens, kvcaches=kv)
+                return engine.lookup(tokens) == len(tokens)
+
+            wait_for(stored, 8.0)
+            assert engine.retrieve(tokens, kvcaches=target).all()
+        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any(), "gone again, and no error"
+    assert_equal_prefix(target, kv, len(tokens))
+
+
+def test_engines_with_another_salt_share_nothing(tmp_path: Path) -> None:
+    tokens = tokens_of(2 * CHUNK_SIZE)
+    with running_socket(tmp_path, salt="tenant-a") as running, engine_at(running.path) as engine:
+        engine.store(tokens, kvcaches=random_kv(len(tokens)))
+        assert engine.lookup(tokens) == len(tokens)
+        salted = set(running.hot.keys())
+        plain = [key for _, _, key in engine._token_database.process_tokens(tokens)]
+        assert {k.key for k in salted} == set(plain), "the engine took the sidecar's salt"
+        engine._token_database.use_salt("")
+        assert engine.lookup(tokens) == 0
+
+
+def test_damage_in_the_arena_is_a_miss(sidecar: RunningSocket) -> None:
+    tokens, kv, target = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE), empty_kv(3 * CHUNK_SIZE)
+    with engine_at(sidecar.path) as engine:
+        engine.store(tokens, kvcaches=kv)
+        second = next(k for k, _ in sidecar.hot.held() if k.key == list(engine._token_database.process_tokens(tokens))[1][2])
+        (chunk,) = sidecar.hot.get_many([second])
+        assert chunk is not None
+        chunk.memory.byte_array[5] ^= 1
+        chunk.release()
+        assert int(engine.retrieve(tokens, kvcaches=target).sum()) == CHUNK_SIZE
+        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
+    assert_equal_prefix(target, kv, CHUNK_SIZE)
