@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
@@ -57,6 +57,7 @@ class StorageBackend(ABC):
         """Figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what else the tier counts."""
 
 
+@runtime_checkable
 class ListsKeys(Protocol):
     """Ability: a tier that knows what it holds."""
 

@@ -14,7 +14,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.base import ListsKeys, StorageBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
@@ -175,6 +175,13 @@ class BackendSuite:
         async with asyncio.timeout(5):
             while await backend.clear() or arena.allocator.used_bytes:
                 await asyncio.sleep(0.01)
+
+    async def test_a_tier_that_lists_its_chunks_lists_them_all(self, backend: StorageBackend) -> None:
+        chunks = [make_chunk(i, payload=make_payload(i, 100 * i)) for i in range(3)]
+        await backend.batched_put(chunks)
+        if isinstance(backend, ListsKeys):
+            assert set(backend.keys()) == {chunk.key for chunk in chunks}
+            assert dict(backend.held()) == {chunk.key: chunk.num_bytes for chunk in chunks}
 
     async def test_stats_have_their_figures(self, backend: StorageBackend) -> None:
         await backend.batched_put([make_chunk("a")])

@@ -118,6 +118,11 @@ class LocalDiskBackend(StorageBackend):
         else:
             self._lock.release()
 
+    async def wait_loaded(self) -> None:
+        """Wait until the directory has been read, or could not be."""
+        if self._loading is not None:
+            await asyncio.wait([asyncio.wrap_future(self._loading)])
+
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
         return self._index.contains_many(keys)
@@ -166,6 +171,10 @@ class LocalDiskBackend(StorageBackend):
     def keys(self) -> list[ChunkKey]:
         """Names of all chunks held now."""
         return self._index.keys()
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size (whole record, bytes) of every chunk held now."""
+        return self._index.held()
 
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk held now."""
@@ -224,8 +233,7 @@ class LocalDiskBackend(StorageBackend):
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:
         self._check_open()
-        if self._loading is not None:
-            await asyncio.wait([asyncio.wrap_future(self._loading)])
+        await self.wait_loaded()
         return await asyncio.shield(asyncio.wrap_future(self._submit(work)))
 
     def _report(self, key: ChunkKey) -> None:

@@ -28,9 +28,14 @@ class DiskEntry:
     lossy: bool
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes of the whole record."""
+        return self.head_bytes + self.payload_bytes
+
+    @property
     def charge(self) -> int:
         """What it takes of the capacity."""
-        return charged_bytes(self.head_bytes + self.payload_bytes)
+        return charged_bytes(self.record_bytes)
 
 
 class DiskIndex:
@@ -139,6 +144,11 @@ class DiskIndex:
         """Name and size (whole record, bytes) of every chunk held now."""
         with self._lock:
             return [(key, entry.head_bytes + entry.payload_bytes) for key, entry in self._entries.items()]
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        """Name and size (whole record, bytes) of every chunk held now."""
+        with self._lock:
+            return [(key, entry.record_bytes) for key, entry in self._entries.items()]
 
     @property
     def is_over_capacity(self) -> bool:
