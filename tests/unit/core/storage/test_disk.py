@@ -65,10 +65,20 @@ async def test_the_least_recently_used_chunk_makes_room(disk, removed, tmp_path)
 async def test_the_capacity_also_bounds_what_is_being_written(tmp_path):
     class Watched(DiskFiles):
         peak = 0
+        names = threading.Lock()
 
         def write(self, fd, buffers):
             super().write(fd, buffers)
-            self.peak = max(self.peak, taken_bytes(tmp_path))
+            with self.names:
+                self.peak = max(self.peak, taken_bytes(tmp_path))
+
+        def rename(self, source, target):
+            with self.names:
+                super().rename(source, target)
+
+        def unlink(self, path):
+            with self.names:
+                super().unlink(path)
 
     files = Watched()
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=files)

@@ -176,10 +176,6 @@ class LocalDiskBackend(StorageBackend):
         """Name and size (whole record, bytes) of every chunk held now."""
         return self._index.held()
 
-    def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
-        return self._index.held()
-
     def stats(self) -> dict[str, int]:
         """See `StorageBackend.stats`."""
         is_loading = self._loading is not None and not self._loading.done()

@@ -143,11 +143,6 @@ class DiskIndex:
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk held now."""
         with self._lock:
-            return [(key, entry.head_bytes + entry.payload_bytes) for key, entry in self._entries.items()]
-
-    def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
-        with self._lock:
             return [(key, entry.record_bytes) for key, entry in self._entries.items()]
 
     @property
