@@ -1,0 +1,56 @@
+"""The remote tier: chunks in a server that many share, chosen by the scheme of a URL. Implementations are imported when first named."""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from lmcache_core.errors import ConfigError
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, RemoteOptions
+
+__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "RemoteOptions", "create_remote_backend"]
+
+_MODULES = MappingProxyType(
+    {
+        "lm": "lmcache_core.storage.remote.lm",
+        "redis": "lmcache_core.storage.remote.redis",
+        "rediss": "lmcache_core.storage.remote.redis",
+        "redis-sentinel": "lmcache_core.storage.remote.redis",
+        "http": "lmcache_core.storage.remote.http",
+        "https": "lmcache_core.storage.remote.http",
+    }
+)
+
+
+def create_remote_backend(
+    url: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, client_name: str = "lmcache"
+) -> StorageBackend:
+    """The tier behind that URL, not opened.
+
+    Args:
+        url: `lm://host:port`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
+            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`.
+        token: Bearer token for lm and http.
+        timeout_s: Deadline of a call.
+        client_name: This process, for the server's logs.
+
+    Raises:
+        ConfigError: The URL is not one of these, or its client library is not installed.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in _MODULES:
+        raise ConfigError(f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}")
+    try:
+        module = importlib.import_module(_MODULES[scheme])
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
+    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name))
+    return backend
+
+
+def mask_url(url: str) -> str:
+    """The URL without its credentials, for people."""
+    scheme, separator, rest = url.partition("://")
+    return scheme + separator + rest.rpartition("@")[2]

@@ -1,0 +1,123 @@
+"""What remote tiers share: their name, their options, their figures, and the check of a record that came as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import (
+    PREFIX_BYTES,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    RecordReason,
+    Result,
+    decode_head,
+    decode_prefix,
+    verify_payload,
+)
+
+REMOTE_TIER = "RemoteBackend"
+DEFAULT_TIMEOUT_S = 2.0
+INLINE_VERIFY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Options of every remote tier.
+
+    Attributes:
+        token: Bearer token, where the protocol has one.
+        timeout_s: Deadline of a call.
+        client_name: This process, for the server's logs.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    client_name: str = "lmcache"
+
+
+@dataclass(slots=True)
+class RemoteFigures:
+    """What a remote tier counts; how much the server holds is the server's to say."""
+
+    stored_chunks: int = 0
+    served_chunks: int = 0
+    served_bytes: int = 0
+    refused_records: int = 0
+
+    def count_got(self, results: Sequence[Result]) -> None:
+        """Count what a get brought."""
+        for result in results:
+            if isinstance(result, Chunk):
+                self.served_chunks += 1
+                self.served_bytes += result.num_bytes
+            elif result.reason in (MissReason.CORRUPT, MissReason.IDENTITY):
+                self.refused_records += 1
+
+    def as_stats(self) -> dict[str, int]:
+        """For `StorageBackend.stats`."""
+        return {
+            "num_chunks": 0,
+            "used_bytes": 0,
+            "capacity_bytes": 0,
+            "stored_chunks": self.stored_chunks,
+            "served_chunks": self.served_chunks,
+            "served_bytes": self.served_bytes,
+            "refused_records": self.refused_records,
+        }
+
+
+def miss_for(error: RecordError) -> Miss:
+    """The miss that a refused record is."""
+    return Miss(MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT)
+
+
+async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
+    """Whether the payload has the digest that its header names. Large ones are read in a thread."""
+    try:
+        if len(payload) <= INLINE_VERIFY_BYTES:
+            verify_payload(header, payload)
+        else:
+            await asyncio.to_thread(verify_payload, header, payload)
+    except RecordError:
+        return False
+    return True
+
+
+async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
+    """The chunk in a record that was read as a whole, copied into memory and verified there. The caller owns it."""
+    view = memoryview(record)
+    try:
+        prefix = decode_prefix(view[:PREFIX_BYTES])
+        if len(view) != prefix.head_bytes + prefix.payload_bytes:
+            raise RecordError(RecordReason.SHORT, f"{len(view)} bytes")
+        head = bytes(view[: prefix.head_bytes])
+        header, payload_bytes = decode_head(head, key.key)
+    except RecordError as exc:
+        return miss_for(exc)
+    memory = allocate(payload_bytes)
+    if memory is None:
+        return Miss(MissReason.NO_MEMORY)
+    try:
+        memory.byte_array[:] = view[prefix.head_bytes :]
+        is_whole = await payload_is_whole(header, memory.byte_array)
+    except BaseException:
+        memory.ref_count_down()
+        raise
+    if not is_whole:
+        memory.ref_count_down()
+        return Miss(MissReason.CORRUPT)
+    return Chunk(key, header, head, memory, REMOTE_TIER)
+
+
+def release_all(results: Sequence[Result | None]) -> None:
+    """Give back the chunks among results that nobody will get."""
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()

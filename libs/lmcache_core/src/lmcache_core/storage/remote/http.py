@@ -1,0 +1,233 @@
+"""The remote tier over cache_storage's REST."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
+from lmcache_core.storage.remote.record_stream import RecordStream
+
+RECORD_TYPE = "application/vnd.lmcache.record"
+MAX_CONNECTIONS = 8
+MAX_JSON_BYTES = 1 << 20
+BATCH_KEYS = 128
+SLICE_BYTES = 1 << 20
+
+_REFUSED = frozenset({409, 413, 422, 507})
+
+
+class _Present(msgspec.Struct):
+    present: list[bool]
+
+
+_PRESENT = msgspec.json.Decoder(_Present)
+
+
+def create(url: str, options: RemoteOptions) -> HttpBackend:
+    """The backend for an `http://` or `https://` URL.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname or parts.query or parts.fragment or parts.username or parts.password:
+        raise ConfigError(
+            f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and the token an option of its own"
+        )
+    return HttpBackend(url, options)
+
+
+class HttpBackend(StorageBackend):
+    """Chunks in a cache_storage server. The tenant is the one that the server authenticated; keys of one process have only one.
+
+    Args:
+        base_url: Of the server, without `/v1`.
+        options: Token, deadline and name.
+        transport: Instead of real connections, for tests.
+    """
+
+    name = REMOTE_TIER
+
+    def __init__(self, base_url: str, options: RemoteOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._base_url = base_url
+        self._options = options
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+        self._figures = RemoteFigures()
+
+    async def open(self) -> None:
+        """Set the client up; it connects when first needed."""
+        headers = {"User-Agent": self._options.client_name, "Accept-Encoding": "identity"}
+        if self._options.token is not None:
+            headers["Authorization"] = f"Bearer {self._options.token}"
+        try:
+            self._client = httpx.AsyncClient(
+                base_url=self._base_url,
+                headers=headers,
+                timeout=self._options.timeout_s,
+                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
+                transport=self._transport,
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, ValueError) as exc:
+            raise ConfigError(f"remote url: {exc}") from exc
+
+    async def close(self) -> None:
+        """End the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `StorageBackend.batched_contains`."""
+        present: list[bool] = []
+        async with self._mapped() as client:
+            for begin in range(0, len(keys), BATCH_KEYS):
+                batch = keys[begin : begin + BATCH_KEYS]
+                async with client.stream("POST", "/v1/chunks:contains", json=_url_keys(batch)) as response:
+                    _check(response)
+                    present += _read_present(await _bounded_body(response), len(batch))
+        return present
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        """See `StorageBackend.batched_get`."""
+        results: list[Result | None] = [None] * len(keys)
+        try:
+            async with self._mapped() as client:
+                for begin in range(0, len(keys), BATCH_KEYS):
+                    await self._get_batch(client, keys, range(begin, min(begin + BATCH_KEYS, len(keys))), allocate, results)
+        except BaseException:
+            release_all(results)
+            raise
+        answered = [Miss(MissReason.NEVER_STORED) if result is None else result for result in results]
+        self._figures.count_got(answered)
+        return answered
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `StorageBackend.batched_put`. One request a chunk, several at once."""
+        async with self._mapped() as client:
+            puts = [asyncio.ensure_future(self._put(client, chunk)) for chunk in chunks]
+            try:
+                stored = await asyncio.gather(*puts)
+            finally:
+                for put in puts:
+                    put.cancel()
+                await asyncio.gather(*puts, return_exceptions=True)
+        self._figures.stored_chunks += sum(stored)
+        return stored
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """See `StorageBackend.batched_remove`."""
+        num_removed = 0
+        async with self._mapped() as client:
+            for key in keys:
+                async with client.stream("DELETE", f"/v1/chunks/{key.key.to_url()}") as response:
+                    _check(response, also=404)
+                    num_removed += response.is_success
+        return num_removed
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """Nothing: a server that many share is cleared by its operators."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Figures of this client; how much the server holds is the server's to say."""
+        return self._figures.as_stats()
+
+    async def _get_batch(
+        self, client: httpx.AsyncClient, keys: Sequence[ChunkKey], places: Sequence[int], allocate: Allocate, results: list[Result | None]
+    ) -> None:
+        """Read the records of one answer. Those of missing chunks are not in it; each names its key."""
+        wanted: dict[bytes, list[int]] = {}
+        for i in places:
+            wanted.setdefault(keys[i].key.canonical(), []).append(i)
+        rest: Miss | None = None
+        body = _url_keys([keys[at[0]] for at in wanted.values()])
+        async with client.stream("POST", "/v1/chunks:get", json=body, headers={"Accept": RECORD_TYPE}) as response:
+            _check(response)
+            records = RecordStream(response.aiter_raw())
+            for _ in range(len(wanted)):
+                head = await records.next_head()
+                if head is None:
+                    break
+                at = wanted.pop(head.header.key, None)
+                if at is None:
+                    rest = Miss(MissReason.IDENTITY)
+                    await records.skip_payload()
+                    continue
+                result = await records.chunk(keys[at[0]], allocate)
+                for i in at:
+                    results[i] = result
+                    if isinstance(result, Chunk) and i != at[0]:
+                        result.memory.ref_count_up()
+            else:
+                await records.next_head()  # an answer that is read to its end leaves the connection open for the next call
+            rest = Miss(MissReason.CORRUPT) if records.is_damaged else rest
+        for at in wanted.values():
+            for i in at:
+                results[i] = rest
+
+    async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
+        headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
+        async with client.stream("PUT", f"/v1/chunks/{chunk.key.key.to_url()}", content=_slices(chunk), headers=headers) as response:
+            if response.status_code in _REFUSED:
+                return False
+            _check(response)
+            return True
+
+    @asynccontextmanager
+    async def _mapped(self) -> AsyncIterator[httpx.AsyncClient]:
+        if self._client is None:
+            raise UnavailableError(f"{self._base_url}: this tier is not open")
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                yield self._client
+        except TimeoutError as exc:
+            raise UnavailableError(f"{self._base_url}: no answer within {self._options.timeout_s} s") from exc
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ProtocolError) as exc:
+            raise UnavailableError(f"{self._base_url}: {type(exc).__name__}: {exc}") from exc
+
+
+def _url_keys(keys: Sequence[ChunkKey]) -> dict[str, list[str]]:
+    return {"keys": [key.key.to_url() for key in keys]}
+
+
+def _check(response: httpx.Response, also: int = 200) -> None:
+    if not response.is_success and response.status_code != also:
+        raise ProtocolError(f"status {response.status_code}")
+
+
+async def _bounded_body(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > MAX_JSON_BYTES:
+            raise ProtocolError(f"an answer of more than {MAX_JSON_BYTES} bytes")
+    return bytes(body)
+
+
+def _read_present(body: bytes, num_keys: int) -> list[bool]:
+    try:
+        present = _PRESENT.decode(body).present
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"contains was not answered by booleans: {exc}") from exc
+    if len(present) != num_keys:
+        raise ProtocolError(f"{num_keys} keys were answered by {len(present)} booleans")
+    return present
+
+
+async def _slices(chunk: Chunk) -> AsyncIterator[bytes]:
+    yield chunk.head
+    payload = chunk.memory.byte_array
+    for at in range(0, len(payload), SLICE_BYTES):
+        yield bytes(payload[at : at + SLICE_BYTES])

@@ -1,0 +1,220 @@
+"""The remote tier in Redis: one value a chunk, which is its record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
+
+MAX_CONNECTIONS = 8
+BATCH_BYTES = 64 << 20
+BATCH_KEYS = 256
+DEFAULT_SENTINEL_PORT = 26379
+KEY_PREFIX = "lmc"
+TTL_OPTION = "ttl_s"
+
+
+def create(url: str, options: RemoteOptions) -> RedisBackend:
+    """The backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    ttl_text = query.pop(TTL_OPTION, ["0"])[-1]
+    if not ttl_text.isascii() or not ttl_text.isdigit():
+        raise ConfigError(f"remote url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry")
+    try:
+        if parts.scheme == "redis-sentinel":
+            client = _behind_sentinel(parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s)
+        else:
+            bare = parts._replace(query=urlencode(query, doseq=True)).geturl()
+            pool = redis.BlockingConnectionPool.from_url(bare, timeout=options.timeout_s, **_connection_options(options.timeout_s))
+            client = redis.Redis.from_pool(pool)
+    except ValueError as exc:
+        raise ConfigError(f"remote url {parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}") from exc
+    return RedisBackend(client, options.timeout_s, int(ttl_text))
+
+
+class RedisBackend(StorageBackend):
+    """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that enters the process.
+
+    Memory is bounded: sizes are asked first, and at most `BATCH_BYTES` (or one value) are on their way at once.
+
+    Args:
+        client: Without response decoding; closed with this tier.
+        timeout_s: Deadline of a call.
+        ttl_s: Expiry of a chunk from its last store, 0 for none.
+    """
+
+    name = REMOTE_TIER
+
+    def __init__(self, client: redis.Redis, timeout_s: float, ttl_s: int = 0) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._ttl_s = ttl_s
+        self._figures = RemoteFigures()
+
+    async def open(self) -> None:
+        """Nothing to do: the client connects when first needed."""
+
+    async def close(self) -> None:
+        """End the connections."""
+        async with self._mapped():
+            await self._client.aclose(close_connection_pool=True)
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `StorageBackend.batched_contains`."""
+        async with self._mapped():
+            return [bool(found) for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])]
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        """See `StorageBackend.batched_get`. A value that is a damaged record is deleted."""
+        results: list[Result] = [Miss(MissReason.NEVER_STORED)] * len(keys)
+        try:
+            async with self._mapped():
+                sizes = [int(size) for size in await self._pipelined([("STRLEN", _name(key)) for key in keys])]
+                present = [i for i, size in enumerate(sizes) if size]
+                for batch in _batches(present, [sizes[i] for i in present]):
+                    await self._get_values(batch, keys, allocate, results)
+        except BaseException:
+            release_all(results)
+            raise
+        self._figures.count_got(results)
+        return results
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory, read-only) is False."""
+        expiry = ("EX", self._ttl_s) if self._ttl_s else ()
+        stored = [False] * len(chunks)
+        async with self._mapped():
+            for batch in _batches(range(len(chunks)), [chunk.num_bytes for chunk in chunks]):
+                records = [b"".join((chunks[i].head, chunks[i].memory.byte_array)) for i in batch]
+                commands = [("SET", _name(chunks[i].key), record, *expiry) for i, record in zip(batch, records, strict=True)]
+                for i, answer in zip(batch, await self._pipelined(commands, refusable=True), strict=True):
+                    stored[i] = not isinstance(answer, ResponseError)
+        self._figures.stored_chunks += sum(stored)
+        return stored
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """See `StorageBackend.batched_remove`."""
+        async with self._mapped():
+            return sum(int(count) for count in await self._pipelined([("UNLINK", _name(key)) for key in keys]))
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """See `StorageBackend.clear`. Walks the whole key space."""
+        pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
+        num_removed = 0
+        async with self._mapped():
+            cursor = -1
+            while cursor:
+                cursor, names = await self._client.scan(max(cursor, 0), match=pattern, count=BATCH_KEYS)
+                num_removed += await self._client.unlink(*names) if names else 0
+        return num_removed
+
+    def stats(self) -> dict[str, int]:
+        """Figures of this client; how much Redis holds is Redis' to say."""
+        return self._figures.as_stats()
+
+    async def _get_values(self, batch: Sequence[int], keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result]) -> None:
+        damaged = []
+        values: list[Any] = await self._client.mget([_name(keys[i]) for i in batch])
+        for i, value in zip(batch, values, strict=True):
+            if value is None:
+                continue
+            results[i] = result = await chunk_from_record(value, keys[i], allocate)
+            if isinstance(result, Miss) and result.reason is not MissReason.NO_MEMORY and not _is_of_another_version(value):
+                damaged.append(_name(keys[i]))
+        if damaged:
+            await self._client.unlink(*damaged)
+
+    async def _pipelined(self, commands: Sequence[tuple[Any, ...]], refusable: bool = False) -> list[Any]:
+        """Answers to commands that travel together; with `refusable`, a `ResponseError` is an answer too."""
+        answers: list[Any] = []
+        for begin in range(0, len(commands), BATCH_KEYS):
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands[begin : begin + BATCH_KEYS]:
+                pipeline.execute_command(*command)
+            answers += await pipeline.execute(raise_on_error=not refusable)
+        for answer in answers:
+            if isinstance(answer, RedisError) and not isinstance(answer, ResponseError):
+                raise answer
+        return answers
+
+    @asynccontextmanager
+    async def _mapped(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as exc:
+            raise UnavailableError(f"redis: no answer within {self._timeout_s} s") from exc
+        except (RedisError, OSError) as exc:
+            raise UnavailableError(f"redis: {exc}") from exc
+
+
+def _connection_options(timeout_s: float) -> dict[str, Any]:
+    return {
+        "max_connections": MAX_CONNECTIONS,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 1),
+        "decode_responses": False,
+    }
+
+
+def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> redis.Redis:
+    credentials, _, hosts = netloc.rpartition("@")
+    user, _, password = credentials.partition(":")
+    sentinels = []
+    for address in hosts.split(","):
+        host, _, port = address.partition(":")
+        if not host:
+            raise ValueError("a sentinel without a host")
+        sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
+    options = _connection_options(timeout_s) | {"username": unquote(user) or None, "password": unquote(password) or None}
+    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
+    client: redis.Redis = sentinel.master_for(service, **options)
+    return client
+
+
+def _name(key: ChunkKey) -> str:
+    return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
+
+
+def _is_of_another_version(record: bytes) -> bool:
+    """Whether a refused record is good to a reader of a later version, and so not ours to delete."""
+    try:
+        decode_head(record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes])
+    except RecordError as exc:
+        return exc.reason in (RecordReason.VERSION, RecordReason.EXTENSION)
+    return False
+
+
+def _batches(places: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cut places into runs of at most `BATCH_BYTES`, and at least one place."""
+    batch: list[int] = []
+    num_bytes = 0
+    for place, size in zip(places, sizes, strict=True):
+        if batch and num_bytes + size > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(place)
+        num_bytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,211 @@
+"""A tier that may fail: its failures are misses, and while it keeps failing it is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+
+logger = logging.getLogger(__name__)
+
+_TROUBLE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
+_MAX_EXPONENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerOptions:
+    """When a breaker opens and closes.
+
+    Attributes:
+        num_failures: Failures in a row that open it.
+        cool_down_s: Wait before the first probe; doubles with each probe that fails.
+        cool_down_cap_s: Longest wait.
+        slow_call_s: A call that its caller gave up after at least this long counts as a failure.
+    """
+
+    num_failures: int = 5
+    cool_down_s: float = 0.5
+    cool_down_cap_s: float = 30.0
+    slow_call_s: float = 0.5
+
+
+class _State(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class _Breaker:
+    """Counts failures and says who may pass."""
+
+    def __init__(self, name: str, options: BreakerOptions, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._options = options
+        self._clock = clock
+        self._state = _State.CLOSED
+        self._num_failures = 0
+        self._num_openings = 0
+        self._probe_at = 0.0
+        self.num_opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is not _State.CLOSED
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    def admit(self) -> bool:
+        """Whether a call may go through; when the cool-down is over one probe may."""
+        if self._state is _State.CLOSED:
+            return True
+        if self._state is _State.PROBING or self._clock() < self._probe_at:
+            return False
+        self._state = _State.PROBING
+        return True
+
+    def succeeded(self) -> None:
+        if self._state is not _State.CLOSED:
+            logger.info("tier %s answers again", self._name)
+        self._state = _State.CLOSED
+        self._num_failures = 0
+        self._num_openings = 0
+
+    def failed(self, cause: str) -> None:
+        self._num_failures += 1
+        if self._state is _State.OPEN or (self._state is _State.CLOSED and self._num_failures < self._options.num_failures):
+            return
+        wait_s = min(self._options.cool_down_cap_s, self._options.cool_down_s * 2 ** min(self._num_openings, _MAX_EXPONENT))
+        if self._state is _State.CLOSED:
+            self.num_opened += 1
+            logger.warning("tier %s is bypassed after %d failures, the last: %s", self._name, self._num_failures, cause)
+        self._state = _State.OPEN
+        self._num_openings += 1
+        self._probe_at = self._clock() + wait_s
+
+    def gave_up(self) -> None:
+        """The call told nothing: if it was the probe, the next call is."""
+        if self._state is _State.PROBING:
+            self._state = _State.OPEN
+
+
+class _Attempt:
+    """One call that was let through, and what became of it."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.cause = ""
+
+    def fail(self, cause: str) -> None:
+        self.has_failed = True
+        self.cause = cause
+
+
+class BreakerBackend(StorageBackend):
+    """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier until a probe succeeds.
+
+    A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a call that its
+    caller gave up after `slow_call_s`. While open, calls return at once: misses with reason `breaker_open`, False, 0.
+
+    Args:
+        backend: What is wrapped.
+        clock: Seconds, monotonic.
+        options: When to open and close.
+    """
+
+    def __init__(self, backend: StorageBackend, clock: Callable[[], float] = time.monotonic, options: BreakerOptions | None = None) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._options = options or BreakerOptions()
+        self._breaker = _Breaker(backend.name, self._options, clock)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier is bypassed."""
+        return self._breaker.is_open
+
+    async def open(self) -> None:
+        """See `StorageBackend.open`."""
+        await self._backend.open()
+
+    async def close(self) -> None:
+        """See `StorageBackend.close`."""
+        await self._backend.close()
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `StorageBackend.batched_contains`."""
+        if self._breaker.admit():
+            async with self._attempt():
+                return await self._backend.batched_contains(keys)
+        return [False] * len(keys)
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        """See `StorageBackend.batched_get`."""
+        if not self._breaker.admit():
+            return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
+        results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
+        async with self._attempt() as attempt:
+            results = await self._backend.batched_get(keys, allocate)
+            trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
+            if trouble and not any(isinstance(result, Chunk) for result in results):
+                attempt.fail(trouble[0].value)
+        return results
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `StorageBackend.batched_put`."""
+        if self._breaker.admit():
+            async with self._attempt():
+                return await self._backend.batched_put(chunks)
+        return [False] * len(chunks)
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """See `StorageBackend.batched_remove`."""
+        if self._breaker.admit():
+            async with self._attempt():
+                return await self._backend.batched_remove(keys)
+        return 0
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """See `StorageBackend.clear`."""
+        if self._breaker.admit():
+            async with self._attempt():
+                return await self._backend.clear(tenant)
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """The backend's figures, whether the breaker is open now and how often it opened."""
+        return self._backend.stats() | {"breaker_open": int(self._breaker.is_open), "breaker_openings": self._breaker.num_opened}
+
+    @asynccontextmanager
+    async def _attempt(self) -> AsyncIterator[_Attempt]:
+        """Judge the call inside by how it ends; swallows `UnavailableError`."""
+        attempt = _Attempt()
+        began = self._breaker.now
+        try:
+            yield attempt
+        except (UnavailableError, TimeoutError) as exc:
+            self._breaker.failed(str(exc) or type(exc).__name__)
+        except asyncio.CancelledError:
+            if self._breaker.now - began >= self._options.slow_call_s:
+                self._breaker.failed("given up by its caller")
+            else:
+                self._breaker.gave_up()
+            raise
+        except BaseException:
+            self._breaker.gave_up()
+            raise
+        else:
+            if attempt.has_failed:
+                self._breaker.failed(attempt.cause)
+            else:
+                self._breaker.succeeded()
