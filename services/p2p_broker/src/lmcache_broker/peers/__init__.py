@@ -1,0 +1,1 @@
+"""Who is alive, at which address, for whom."""

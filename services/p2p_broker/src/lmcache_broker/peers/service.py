@@ -1,0 +1,198 @@
+"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that one heartbeat brings back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lmcache_core.errors import CapacityError
+from lmcache_core.p2p import Lease, Peer, PeerStatus
+from lmcache_core.security import Principal
+from lmcache_servicekit.errors import ConflictError, NotFoundError
+
+SHARED_OWNER: Final = "*"
+"""Owner of peers that an admin registered: they serve every tenant. No tenant can have this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Bounds of the directory.
+
+    Attributes:
+        max_peers: Live peers, all owners together.
+        max_peers_per_owner: Live peers of one tenant, so that it cannot crowd out the others.
+        max_lease_ttl_ms: Longest lease granted.
+    """
+
+    max_peers: int
+    max_peers_per_owner: int
+    max_lease_ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Figures of a set of live peers."""
+
+    num_peers: int
+    num_draining: int
+    num_pulls: int
+
+    @classmethod
+    def of(cls, peers: Sequence[PeerStatus]) -> Census:
+        """Count `peers`."""
+        return cls(len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers))
+
+
+@dataclass(slots=True)
+class PeerRecord:
+    """One live peer. Times are monotonic seconds."""
+
+    peer: Peer
+    owner: str
+    load: float
+    draining: bool
+    lease_ends_s: float
+    _pulls: deque[float] = field(default_factory=deque)
+
+    def num_pulls(self, now_s: float) -> int:
+        """Pulls whose tickets have not expired."""
+        while self._pulls and self._pulls[0] <= now_s:
+            self._pulls.popleft()
+        return len(self._pulls)
+
+    def add_pull(self, ends_s: float) -> None:
+        """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
+        assert not self._pulls or self._pulls[-1] <= ends_s
+        self._pulls.append(ends_s)
+
+    def status(self, now_s: float) -> PeerStatus:
+        """What callers may see of it."""
+        return PeerStatus(
+            id=self.peer.id,
+            incarnation=self.peer.incarnation,
+            distributed_url=self.peer.distributed_url,
+            kind=self.peer.kind,
+            zone=self.peer.zone,
+            node=self.peer.node,
+            load=self.load,
+            draining=self.draining,
+            num_pulls=self.num_pulls(now_s),
+            expires_in_ms=max(0, round((self.lease_ends_s - now_s) * 1000)),
+        )
+
+
+class PeerDirectory:
+    """Live peers by owner and id.
+
+    A client's peers belong to its tenant, an admin's serve every tenant. A principal sees its tenant's peers and the shared ones; where
+    both have an id, the tenant's own comes first. So no tenant can see, replace or squat on another one's peers.
+
+    Args:
+        limits: Bounds.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, limits: PeerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._records: dict[tuple[str, str], PeerRecord] = {}
+        self._num_expired = 0
+
+    def announce(self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool) -> Lease:
+        """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for it.
+
+        Raises:
+            ConflictError: A newer incarnation is live: the caller is a left-over process.
+            CapacityError: It is new and the directory, or its owner's share, is full.
+        """
+        now_s = self._clock()
+        key = (_owner(principal), peer.id)
+        ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
+        lease_ends_s = now_s + ttl_ms / 1000
+        known = self._live(key, now_s)
+        if known is None:
+            self._make_room(key[0], now_s)
+        elif peer.incarnation < known.peer.incarnation:
+            raise ConflictError(f"peer {peer.id}: incarnation {known.peer.incarnation} is registered")
+        if known is None or peer.incarnation > known.peer.incarnation:
+            record = self._records[key] = PeerRecord(peer, key[0], load, draining, lease_ends_s)
+        else:
+            record = known
+            record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
+            record.draining = record.draining or draining
+        return Lease(ttl_ms, record.draining)
+
+    def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
+        """The live peer of that id that `principal` sees."""
+        now_s = self._clock()
+        return self._live((principal.tenant, peer_id), now_s) or self._live((SHARED_OWNER, peer_id), now_s)
+
+    def get(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """Like `find`, as seen by callers.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        return self._require(principal, peer_id).status(self._clock())
+
+    def visible(self, principal: Principal) -> list[PeerStatus]:
+        """All live peers that `principal` sees, by id."""
+        now_s = self._clock()
+        self._forget_expired(now_s)
+        owners = (principal.tenant, SHARED_OWNER)
+        found = (record.status(now_s) for record in self._records.values() if record.owner in owners)
+        return sorted(found, key=lambda peer: peer.id)
+
+    def remove(self, principal: Principal, peer_id: str) -> None:
+        """End a lease that `principal` could have taken; none is fine."""
+        self._records.pop((_owner(principal), peer_id), None)
+
+    def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """Let a peer get no new pulls.
+
+        Raises:
+            NotFoundError: There is none of that id.
+        """
+        record = self._require(principal, peer_id)
+        record.draining = True
+        return record.status(self._clock())
+
+    def census(self) -> Census:
+        """Figures of all live peers, whoever owns them."""
+        now_s = self._clock()
+        self._forget_expired(now_s)
+        return Census.of([record.status(now_s) for record in self._records.values()])
+
+    @property
+    def num_expired(self) -> int:
+        """Leases that ran out without having been ended, as far as noticed."""
+        return self._num_expired
+
+    def _require(self, principal: Principal, peer_id: str) -> PeerRecord:
+        record = self.find(principal, peer_id)
+        if record is None:
+            raise NotFoundError(f"no live peer {peer_id}")
+        return record
+
+    def _live(self, key: tuple[str, str], now_s: float) -> PeerRecord | None:
+        record = self._records.get(key)
+        return record if record is not None and now_s < record.lease_ends_s else None
+
+    def _forget_expired(self, now_s: float) -> None:
+        live = {key: record for key, record in self._records.items() if now_s < record.lease_ends_s}
+        self._num_expired += len(self._records) - len(live)
+        self._records = live
+
+    def _make_room(self, owner: str, now_s: float) -> None:
+        self._forget_expired(now_s)
+        if len(self._records) >= self._limits.max_peers:
+            raise CapacityError(f"max_peers ({self._limits.max_peers}) is reached")
+        if sum(key[0] == owner for key in self._records) >= self._limits.max_peers_per_owner:
+            raise CapacityError(f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached")
+
+
+def _owner(principal: Principal) -> str:
+    return SHARED_OWNER if principal.role == "admin" else principal.tenant

@@ -1,0 +1,83 @@
+"""Options of the broker."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Final, Self
+
+from lmcache_core.security import parse_ticket_keys, read_ticket_keys
+from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+_EPHEMERAL_KEY_ID: Final = "ephemeral"
+
+
+class BrokerSettings(ServiceSettings):
+    """Options of the broker.
+
+    Attributes:
+        port: REST and the web page.
+        ticket_keys: Keys that tickets are signed with, `id:base64`, several separated by commas; the first one signs. Without any, a key
+            is made at each start, which no peer knows: for trying on one machine.
+        ticket_keys_file: The same, one a line.
+        ticket_ttl_ms: How long a ticket is good, and so how long a pull counts against its peer.
+        default_lease_ttl_ms: Lease of a peer that asks for none in particular.
+        max_lease_ttl_ms: Longest lease granted.
+        max_peers: Live peers, all tenants together.
+        max_peers_per_tenant: Live peers of one tenant.
+        max_pulls_per_peer: Pulls that one peer serves at once.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
+
+    port: Port = 8082
+    ticket_keys: SecretStr | None = None
+    ticket_keys_file: Path | None = None
+    ticket_ttl_ms: int = Field(default=5_000, ge=100, le=600_000)
+    default_lease_ttl_ms: int = Field(default=15_000, ge=100, le=3_600_000)
+    max_lease_ttl_ms: int = Field(default=60_000, ge=100, le=3_600_000)
+    max_peers: int = Field(default=4096, ge=1, le=65_536)
+    max_peers_per_tenant: int = Field(default=1024, ge=1, le=65_536)
+    max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
+
+    @field_validator("ticket_keys")
+    @classmethod
+    def _check_ticket_keys(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            _parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        if self.ticket_keys is not None and self.ticket_keys_file is not None:
+            raise ValueError("ticket_keys and ticket_keys_file are both set: set one of them")
+        if self.ticket_keys is None and self.ticket_keys_file is None and not is_loopback(self.host) and not self.allow_anonymous:
+            raise ValueError(
+                f"host={self.host!r} is reachable from other machines, but neither ticket_keys nor ticket_keys_file is set: "
+                "set one, or set allow_anonymous=true if peers take pulls without tickets"
+            )
+        if self.default_lease_ttl_ms > self.max_lease_ttl_ms:
+            raise ValueError(
+                f"default_lease_ttl_ms={self.default_lease_ttl_ms} is above max_lease_ttl_ms={self.max_lease_ttl_ms}: "
+                "lower the one or raise the other"
+            )
+        return self
+
+
+def load_ticket_keys(settings: BrokerSettings) -> dict[str, bytes]:
+    """The keys that tickets are signed with, the signing one first. Reads the key file.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no keys.
+    """
+    if settings.ticket_keys is not None:
+        return _parse(settings.ticket_keys)
+    if settings.ticket_keys_file is not None:
+        return read_ticket_keys(settings.ticket_keys_file)
+    return {_EPHEMERAL_KEY_ID: secrets.token_bytes(32)}
+
+
+def _parse(keys: SecretStr) -> dict[str, bytes]:
+    return parse_ticket_keys(keys.get_secret_value().split(","))

@@ -1,0 +1,1 @@
+"""Who serves which pull."""

@@ -1,0 +1,236 @@
+"""The REST surface, in process."""
+
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from lmcache_broker.app import create_app
+from lmcache_broker.settings import BrokerSettings
+from lmcache_core.security import TicketVerifier
+from pydantic import SecretStr
+
+TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
+KEY = base64.b64encode(b"k" * 32).decode()
+CHUNK = "0123456789abcdef" * 2
+BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.yaml"
+    entries = [
+        f"- {{name: {name}, tenant: {name}, role: {'admin' if name == 'operator' else 'client'}, "
+        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
+        for name, token in TOKENS.items()
+    ]
+    path.write_text("tokens:\n" + "\n".join(entries))
+    return path
+
+
+async def serve(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(BrokerSettings(ticket_keys=SecretStr(f"k1:{KEY}"), max_peers_per_tenant=3, **options))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://broker") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def rest() -> AsyncIterator[httpx.AsyncClient]:
+    async for client in serve():
+        yield client
+
+
+@pytest.fixture
+async def guarded(token_file: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async for client in serve(auth_tokens_file=token_file):
+        yield client
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {TOKENS[name]}"}
+
+
+def assert_problem(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = response.json()
+    assert body["status"] == status
+    return body
+
+
+async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
+    first = await rest.put("/v1/peers/a", json=BODY)
+    assert (first.status_code, first.json()) == (200, {"ttl_ms": 15_000, "draining": False})
+    shown = (await rest.get("/v1/peers/a")).json()
+    assert 14_000 < shown.pop("expires_in_ms") <= 15_000
+    assert shown == BODY | {"id": "a", "kind": "sidecar", "zone": "", "node": "", "load": 0.0, "draining": False, "num_pulls": 0}
+    assert [peer["id"] for peer in (await rest.get("/v1/peers")).json()["peers"]] == ["a"]
+    drained = await rest.post("/v1/peers/a:drain")
+    assert (drained.status_code, drained.json()["draining"]) == (200, True)
+    assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {"ttl_ms": 60_000, "draining": True}
+    assert (await rest.delete("/v1/peers/a")).status_code == 204
+    assert (await rest.delete("/v1/peers/a")).status_code == 204
+    assert_problem(await rest.get("/v1/peers/a"), 404)
+    assert_problem(await rest.post("/v1/peers/a:drain"), 404)
+
+
+async def test_transfers(rest: httpx.AsyncClient) -> None:
+    await rest.put("/v1/peers/a", json=BODY)
+    other = "f" * 32
+    asked = {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a", "gone"]}, {"chunk_id": other, "holders": ["me"]}]}
+    answer = (await rest.post("/v1/transfers", json=asked)).json()
+    assert answer["unassigned"] == [other]
+    (pull,) = answer["assignments"]
+    assert (pull["instance"], pull["distributed_url"], pull["chunk_ids"]) == ("a", "lm://10.0.0.1:65433", [CHUNK])
+    ticket = TicketVerifier({"k1": b"k" * 32}, "a").verify(pull["ticket"])
+    assert (ticket.requester, ticket.tenant, ticket.expires_unix_ms) == ("me", "default", pull["expires_ms"])
+    assert (await rest.get("/v1/stats")).json() == {"num_peers": 1, "num_draining": 0, "num_pulls": 1, "max_pulls_per_peer": 64}
+    metrics = (await rest.get("/metrics")).text
+    for line in ("peers 1.0", "pulls_in_flight 1.0", "pulls_total 1.0", "assigned_chunks_total 1.0", "unassigned_chunks_total 1.0"):
+        assert f"\nlmcache_broker_{line}\n" in metrics
+
+
+async def test_fields_of_a_newer_peer_are_passed_over(rest: httpx.AsyncClient) -> None:
+    assert (await rest.put("/v1/peers/a", json=BODY | {"rack": "r7"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"incarnation": -1},
+        {"incarnation": "1"},
+        {"incarnation": 1.5},
+        {"incarnation": 1 << 63},
+        {"incarnation": None},
+        {"distributed_url": "lm://user:secret@10.0.0.1:1"},
+        {"distributed_url": "http://10.0.0.1:1"},
+        {"distributed_url": "lm://10.0.0.1"},
+        {"distributed_url": "lm://" + "x" * 10_000 + ":1"},
+        {"kind": "toaster"},
+        {"zone": "<script>"},
+        {"node": "n" * 254},
+        {"load": 1.1},
+        {"load": -0.1},
+        {"load": "nan"},
+        {"ttl_ms": 99},
+        {"ttl_ms": True},
+        {"draining": "yes"},
+    ],
+)
+async def test_bad_announcements(rest: httpx.AsyncClient, changed: dict[str, Any]) -> None:
+    body = assert_problem(await rest.put("/v1/peers/a", json=BODY | changed), 422)
+    assert "secret" not in str(body)
+    assert (await rest.get("/v1/peers")).json() == {"peers": []}
+
+
+@pytest.mark.parametrize("name", ["-a", "a b", "a%00", "%2e%2e", "a" * 129, "a:b", "%F0%9F%92%A9"])
+async def test_bad_peer_ids(rest: httpx.AsyncClient, name: str) -> None:
+    assert_problem(await rest.put(f"/v1/peers/{name}", json=BODY), 422)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"incarnation": NaN}'])
+async def test_bodies_that_are_no_announcement(rest: httpx.AsyncClient, content: bytes) -> None:
+    response = await rest.put("/v1/peers/a", content=content, headers={"content-type": "application/json"})
+    assert_problem(response, 422)
+
+
+@pytest.mark.parametrize(("content", "status"), [(b"\xff", 400), (b"[" * 60_000, 400), (b" " * 70_000, 413)])
+async def test_bodies_that_are_not_even_json(rest: httpx.AsyncClient, content: bytes, status: int) -> None:
+    assert_problem(await rest.put("/v1/peers/a", content=content, headers={"content-type": "application/json"}), status)
+
+
+async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient) -> None:
+    holders = [f"{'h' * 126}{i:02d}" for i in range(16)]
+    body = {"requester": "me", "chunks": [{"chunk_id": f"{i:032x}", "holders": holders} for i in range(4096)]}
+    answer = await rest.post("/v1/transfers", json=body)
+    assert (answer.status_code, len(answer.json()["unassigned"])) == (200, 4096)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"chunks": []},
+        {"requester": "../x", "chunks": []},
+        {"requester": "me", "chunks": [{"chunk_id": "xyz", "holders": []}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK.upper(), "holders": []}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK + "\n", "holders": []}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a b"]}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"] * 17}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": []}] * 2},
+        {"requester": "me", "chunks": [{"chunk_id": f"{i:032x}", "holders": []} for i in range(4097)]},
+    ],
+)
+async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    assert_problem(await rest.post("/v1/transfers", json=body), 422)
+
+
+async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
+    for name in ("a", "b", "c"):
+        assert (await rest.put(f"/v1/peers/{name}", json=BODY | {"incarnation": 5})).status_code == 200
+    assert_problem(await rest.put("/v1/peers/a", json=BODY), 409)
+    assert_problem(await rest.put("/v1/peers/d", json=BODY), 507)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/v1/peers/a"),
+        ("GET", "/v1/peers"),
+        ("GET", "/v1/peers/a"),
+        ("DELETE", "/v1/peers/a"),
+        ("POST", "/v1/peers/a:drain"),
+        ("POST", "/v1/transfers"),
+        ("GET", "/v1/stats"),
+        ("GET", "/"),
+    ],
+)
+async def test_every_call_needs_a_known_token(guarded: httpx.AsyncClient, method: str, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
+        assert_problem(await guarded.request(method, path, headers=headers), 401)
+
+
+async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
+    await guarded.put("/v1/peers/a", json=BODY, headers=bearer("acme"))
+    await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
+    assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("acme")), 403)
+    assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("operator")), 404)
+    assert_problem(await guarded.get("/v1/peers/a", headers=bearer("rival")), 404)
+    assert (await guarded.post("/v1/peers/all:drain", headers=bearer("operator"))).status_code == 200
+    listed = {name: [peer["id"] for peer in (await guarded.get("/v1/peers", headers=bearer(name))).json()["peers"]] for name in TOKENS}
+    assert listed == {"acme": ["a", "all"], "rival": ["all"], "operator": ["all"]}
+
+
+async def test_health_needs_no_token(guarded: httpx.AsyncClient) -> None:
+    for path in ("/healthz", "/readyz", "/metrics", "/openapi.json"):
+        assert (await guarded.get(path)).status_code == 200
+
+
+async def test_the_page_lists_what_the_caller_may_see(guarded: httpx.AsyncClient) -> None:
+    await guarded.put("/v1/peers/acmes-peer", json=BODY | {"zone": "z1", "load": 0.5}, headers=bearer("acme"))
+    page = await guarded.get("/", headers=bearer("acme"))
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<td>acmes-peer</td>" in page.text
+    assert "<td>50%</td>" in page.text
+    other = await guarded.get("/", headers=bearer("rival"))
+    assert "acmes-peer" not in other.text
+    assert "No peer is registered." in other.text
+
+
+async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:
+    paths = (await rest.get("/openapi.json")).json()["paths"]
+    assert {(method.upper(), path) for path, methods in paths.items() for method in methods} >= {
+        ("PUT", "/v1/peers/{peer_id}"),
+        ("GET", "/v1/peers/{peer_id}"),
+        ("DELETE", "/v1/peers/{peer_id}"),
+        ("GET", "/v1/peers"),
+        ("POST", "/v1/peers/{peer_id}:drain"),
+        ("POST", "/v1/transfers"),
+        ("GET", "/v1/stats"),
+    }

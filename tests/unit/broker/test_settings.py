@@ -1,0 +1,83 @@
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_broker.app import create_app
+from lmcache_broker.settings import BrokerSettings, load_ticket_keys
+from lmcache_core.errors import ConfigError
+from lmcache_servicekit.settings import load_settings, render_settings
+
+SECRET = base64.b64encode(b"s" * 32).decode()
+OTHER = base64.b64encode(b"o" * 32).decode()
+
+
+def load(**environ: str) -> BrokerSettings:
+    return load_settings(BrokerSettings, environ={f"LMCACHE_BROKER_{name}": value for name, value in environ.items()})
+
+
+def test_options_and_defaults() -> None:
+    own: dict[str, Any] = {
+        "port": 8082,
+        "ticket_keys": None,
+        "ticket_keys_file": None,
+        "ticket_ttl_ms": 5000,
+        "default_lease_ttl_ms": 15000,
+        "max_lease_ttl_ms": 60000,
+        "max_peers": 4096,
+        "max_peers_per_tenant": 1024,
+        "max_pulls_per_peer": 64,
+    }
+    settings = load()
+    assert {name: getattr(settings, name) for name in own} == own
+    assert settings.host == "127.0.0.1"
+
+
+def test_keys_from_a_variable_keep_their_order_and_are_masked() -> None:
+    settings = load(TICKET_KEYS=f"k2:{SECRET},k1:{OTHER}")
+    assert load_ticket_keys(settings) == {"k2": b"s" * 32, "k1": b"o" * 32}
+    assert list(load_ticket_keys(settings)) == ["k2", "k1"]
+    assert SECRET not in render_settings(settings)
+    assert SECRET not in repr(settings)
+
+
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ticket-keys"
+    path.write_text(f"k1:{SECRET}\n")
+    assert load_ticket_keys(load(TICKET_KEYS_FILE=str(path))) == {"k1": b"s" * 32}
+
+
+def test_a_bad_key_file_ends_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "ticket-keys"
+    path.write_text("k1\n")
+    with pytest.raises(ConfigError, match="id:base64"):
+        create_app(load(TICKET_KEYS_FILE=str(path)))
+    with pytest.raises(ConfigError, match="No such file"):
+        create_app(load(TICKET_KEYS_FILE=str(tmp_path / "absent")))
+
+
+def test_without_keys_each_start_makes_its_own() -> None:
+    assert load_ticket_keys(load()) != load_ticket_keys(load())
+
+
+@pytest.mark.parametrize(
+    ("environ", "complaint"),
+    [
+        ({"TICKET_KEYS": f"k1:{SECRET}", "TICKET_KEYS_FILE": "x"}, "set one of them"),
+        ({"TICKET_KEYS": SECRET}, "id:base64"),
+        ({"TICKET_KEYS": f"k1:{SECRET[:8]}"}, "has 6 bytes"),
+        ({"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x"}, "neither ticket_keys nor ticket_keys_file"),
+        ({"DEFAULT_LEASE_TTL_MS": "70000"}, "above max_lease_ttl_ms"),
+        ({"MAX_PULLS_PER_PEER": "0"}, "max_pulls_per_peer"),
+        ({"MAX_PEER": "1"}, "did you mean LMCACHE_BROKER_MAX_PEERS"),
+    ],
+)
+def test_bad_settings_are_refused_without_showing_secrets(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        load(**environ)
+    assert SECRET[:8] not in str(error.value)
+
+
+def test_other_machines_may_reach_it_when_told_so() -> None:
+    assert load(HOST="10.0.0.1", ALLOW_ANONYMOUS="true").allow_anonymous
+    assert load(HOST="10.0.0.1", AUTH_TOKENS_FILE="x", TICKET_KEYS=f"k1:{SECRET}").host == "10.0.0.1"
