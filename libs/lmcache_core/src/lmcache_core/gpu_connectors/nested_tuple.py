@@ -59,9 +59,13 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         blob = memory_obj.tensor
         if blob.shape != self.get_shape(end - start):
             raise LayoutError(f"the memory object has shape {tuple(blob.shape)}; expected {tuple(self.get_shape(end - start))}")
+        if not 0 <= start <= end:
+            raise LayoutError(f"[{start}, {end}) is not a range of tokens")
         for i, pair in enumerate(layers):
+            if len(pair) != 2:
+                raise LayoutError(f"layer {i} of kvcaches has {len(pair)} tensors; expected the pair (K, V)")
             for side in pair:
-                if side.shape[0] < end or side[0].numel() != self.hidden_dim_size or side.dtype != blob.dtype:
+                if side.shape[0] < end or side.shape[1:].numel() != self.hidden_dim_size or side.dtype != blob.dtype:
                     expected = f"[>={end}, … {self.hidden_dim_size}] of {blob.dtype}"
                     raise LayoutError(f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}; expected {expected}")
         return layers, blob
