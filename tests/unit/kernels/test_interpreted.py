@@ -1,0 +1,40 @@
+"""Run the kernel checks in a process of their own: Triton decides when it is imported whether it interprets or compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
+COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("interpret", [pytest.param(True, id="interpreted"), COMPILED])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda path: path.stem)
+def test_kernels(check, interpret):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | (
+        {"TRITON_INTERPRET": "1"} if interpret else {}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        str(check),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
