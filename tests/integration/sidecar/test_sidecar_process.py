@@ -1,0 +1,167 @@
+"""A real sidecar process, real engine processes, and SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_demo.processes import Process, Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.sidecar import engine_at
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass
+class RunningSidecar:
+    process: Process
+    socket: Path
+    port: int
+    health_port: int
+
+    def get(self, path: str, port: int | None = None) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}{path}", timeout=5) as response:
+            body: dict[str, Any] = json.loads(response.read())
+            return body
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with Processes(tmp_path, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
+        yield owner
+    assert owner.num_alive == 0
+
+
+def start(processes: Processes, tmp_path: Path, name: str = "sidecar", **options: Any) -> RunningSidecar:
+    settings = {
+        "port": 0,
+        "lm_port": 0,
+        "health_port": 0,
+        "instance_id": name,
+        "socket_path": tmp_path / "s.sock",
+        "arena_path": tmp_path / "arena",
+        "arena_gb": 0.01,
+    }
+    process, ports = processes.start_service(name, "lmcache_sidecar", settings | options)
+    return RunningSidecar(process, tmp_path / "s.sock", ports["port"], ports["health_port"])
+
+
+def eventually(condition: Any, seconds: float = 8.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_status_tells_what_the_sidecar_holds(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path)
+    tokens = tokens_of(3 * CHUNK_SIZE)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens, kvcaches=random_kv(len(tokens)))
+        assert sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == 3
+        (client,) = sidecar.get("/v1/clients")["clients"]
+        assert client["model"] == "org/model"
+        assert client["num_pins"] == client["num_reservations"] == 0
+        assert len(sidecar.get("/v1/chunks?limit=2")["chunks"]) == 2
+        request = urllib.request.Request(f"http://127.0.0.1:{sidecar.port}/v1/clear", method="POST")
+        with urllib.request.urlopen(request, timeout=5) as response:
+            assert json.loads(response.read()) == {"num_chunks": 3}
+        assert engine.lookup(tokens) == 0
+    assert sidecar.get("/readyz", sidecar.health_port)["status"] == "ok"
+
+
+def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path)
+    sidecar.process.process.send_signal(signal.SIGTERM)
+    assert sidecar.process.process.wait(15) == 0
+    assert not sidecar.socket.exists()
+    assert not list((tmp_path / "arena").iterdir())
+
+
+def test_an_engine_outlives_its_sidecar_and_finds_the_next(processes: Processes, tmp_path: Path) -> None:
+    tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
+    first = start(processes, tmp_path, "first")
+    with engine_at(first.socket) as engine:
+        engine.store(tokens, kvcaches=kv)
+        assert engine.lookup(tokens) == len(tokens)
+        first.process.kill()
+        assert engine.lookup(tokens) == 0
+        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
+        start(processes, tmp_path, "second")
+
+        def stored() -> bool:
+            engine.store(tokens, kvcaches=kv)
+            return engine.lookup(tokens) == len(tokens)
+
+        eventually(stored)
+        target = empty_kv(len(tokens))
+        assert engine.retrieve(tokens, kvcaches=target).all()
+        assert_equal_prefix(target, kv, len(tokens))
+
+
+def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Path) -> None:
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.05}
+    tokens, kv, target = tokens_of(4 * CHUNK_SIZE), random_kv(4 * CHUNK_SIZE), empty_kv(4 * CHUNK_SIZE)
+    first = start(processes, tmp_path, "first", **disk)
+    with engine_at(first.socket) as engine:
+        engine.store(tokens, kvcaches=kv)
+        eventually(lambda: first.get("/v1/status")["settled"])
+    first.process.kill()
+    second = start(processes, tmp_path, "second", **disk)
+    with engine_at(second.socket) as engine:
+        assert engine.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
+        assert engine.retrieve(tokens, kvcaches=target).all()
+    assert_equal_prefix(target, kv, len(tokens))
+
+
+STORE_AND_HANG = """
+    import sys, time
+    from pathlib import Path
+    from lmcache_core.sidecar import SidecarConnection, messages as m
+
+    connection = SidecarConnection(Path(sys.argv[1]), m.Hello(1, 1, "doomed", 1, 0, "", ""), 5.0)
+    connection.open()
+    answer = connection.call(m.Reserve((500_000,) * 4), m.ReserveOk)
+    for _, offset in answer.reservations:
+        connection.arena.store_view[offset : offset + 250_000] = b"half" * 62_500
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path)
+    doomed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STORE_AND_HANG), str(sidecar.socket)], stdout=subprocess.PIPE)
+    try:
+        assert doomed.stdout is not None
+        assert doomed.stdout.readline() == b"ready\n"
+        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_000
+    finally:
+        doomed.kill()
+        doomed.wait()
+        assert doomed.stdout is not None
+        doomed.stdout.close()
+    eventually(lambda: not sidecar.get("/v1/clients")["clients"])
+    figures = sidecar.get("/v1/tiers")["tiers"]["Hot"]
+    assert figures["arena_used_bytes"] == 0
+    assert figures["num_chunks"] == 0, "a half-written chunk was never visible"
+
+
+def test_two_sidecars_refuse_one_socket(processes: Processes, tmp_path: Path) -> None:
+    from lmcache_demo.processes import DemoError
+
+    start(processes, tmp_path, "first")
+    with pytest.raises(DemoError, match="another sidecar listens"):
+        start(processes, tmp_path, "second", arena_path=tmp_path / "other")

@@ -1,0 +1,111 @@
+"""A real model behind the cache generates what it generates without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of, weights_fingerprint
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.token_database import ChunkedTokenDatabase
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.fixtures.kv import make_config
+
+CHUNK = 32
+VOCAB = 200
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=1024,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return make_model(0)
+
+
+@pytest.fixture
+def engine(model: LlamaForCausalLM) -> Iterator[LMCacheEngine]:
+    config = make_config(chunk_size=CHUNK)
+    metadata = metadata_of(model, "test", config)
+    allocator = HostMemoryAllocator(16 << 20)
+    made = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
+    made.open()
+    yield made
+    made.close()
+    allocator.check_integrity()
+    assert allocator.used_bytes == 0
+
+
+def prompt(num_tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_tokens", [1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
+def test_tokens_equal_those_without_a_cache(model: LlamaForCausalLM, engine: LMCacheEngine, num_tokens: int) -> None:
+    plain, cached = CachedCausalLM(model, None), CachedCausalLM(model, engine)
+    want = plain.generate(prompt(num_tokens), 12)
+    first, second = cached.generate(prompt(num_tokens), 12), cached.generate(prompt(num_tokens), 12)
+    assert want.tokens == first.tokens == second.tokens
+    assert first.num_reused_tokens == 0
+    assert second.num_reused_tokens == num_tokens - 1, "one token is always computed: its logits are not cached"
+
+
+def test_another_question_reuses_the_document(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
+    document = prompt(10 * CHUNK + 5)
+    questions = [torch.cat([document, prompt(20, seed)]) for seed in (1, 2)]
+    cached, plain = CachedCausalLM(model, engine), CachedCausalLM(model, None)
+    cached.generate(questions[0], 8)
+    answer = cached.generate(questions[1], 8)
+    assert answer.num_reused_tokens == 10 * CHUNK
+    assert answer.tokens == plain.generate(questions[1], 8).tokens
+
+
+def test_the_comparison_can_fail(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
+    """Negative control: with zeros in the place of the cached KV the model says something else."""
+    ids = prompt(6 * CHUNK)
+    cached = CachedCausalLM(model, engine)
+    want = cached.generate(ids, 12).tokens
+    keys = [key for _, _, key in engine._token_database.process_tokens(ids)]
+    chunks = engine._store.get(keys)
+    from lmcache_core.record import HotVerifier
+
+    engine._store._verifier = HotVerifier("never")  # type: ignore[attr-defined]
+    for chunk in chunks:
+        chunk.memory.byte_array[:] = bytes(len(chunk.memory.byte_array))
+    engine._store.release(chunks)
+    assert cached.generate(ids, 12).tokens != want
+
+
+def test_other_weights_never_share(model: LlamaForCausalLM) -> None:
+    config = make_config(chunk_size=CHUNK)
+    other = make_model(1)
+    assert weights_fingerprint(model) == weights_fingerprint(make_model(0))
+    assert weights_fingerprint(model) != weights_fingerprint(other)
+    mine, theirs = metadata_of(model, "test", config), metadata_of(other, "test", config)
+    ids = prompt(3 * CHUNK)
+    keys = {k for _, _, k in ChunkedTokenDatabase(config, mine).process_tokens(ids)}
+    assert not keys & {k for _, _, k in ChunkedTokenDatabase(config, theirs).process_tokens(ids)}
+
+
+@pytest.mark.parametrize("ids", [torch.empty(0, dtype=torch.int64), torch.zeros((1, 5), dtype=torch.int64)])
+def test_a_prompt_is_one_sequence(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="input_ids"):
+        CachedCausalLM(model, None).generate(ids, 1)
