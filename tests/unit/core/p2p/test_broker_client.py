@@ -224,6 +224,13 @@ def test_bad_base_urls(url: str) -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("token", ["", "secret\n", "sec ret", "secr\u00e9t", "secret\0"])
+def test_tokens_that_no_header_can_carry(token: str) -> None:
+    with pytest.raises(ConfigError, match="broker token") as error:
+        BrokerClient(URL, token, 1.0)
+    assert "sec" not in str(error.value)
+
+
 @pytest.mark.parametrize("changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}])
 def test_bad_peers(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}

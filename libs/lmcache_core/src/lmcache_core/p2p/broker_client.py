@@ -49,10 +49,13 @@ class BrokerClient:
         transport: Replaces the network in tests.
 
     Raises:
-        ConfigError: `base_url` is not of that form.
+        ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
     """
 
     def __init__(self, base_url: str, token: str | None, timeout_s: float, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        # Here and not in the HTTP library, whose complaint would quote the token.
+        if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+            raise ConfigError("broker token: it holds something else than visible ASCII characters; write the token and nothing around it")
         self._base_url = _check_base_url(base_url)
         self._token = token
         self._timeout_s = timeout_s
