@@ -106,14 +106,15 @@ class _Opening:
             removed = self._announcer.removed_from(LocalDiskBackend.name)
             capacity = int(settings.disk_gb * BYTES_PER_GB)
             local.append(LocalDiskBackend(settings.disk_path, capacity, fsync=settings.disk_fsync, on_removed=removed))
-        distant: list[StorageBackend] = []
+        peers: list[StorageBackend] = []
         if self._lookup is not None and self._broker is not None:
-            peers = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)
-            distant.append(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, peers)))
+            pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)
+            peers.append(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, pool)))
+        distant: list[StorageBackend] = []
         if settings.remote_url is not None:
             remote = create_remote_backend(settings.remote_url, token=self._token, timeout_s=settings.tier_timeout_s)
             distant.append(BreakerBackend(remote))
-        stack = TierStack(hot, [*local, *distant], self._announcer)
+        stack = TierStack(hot, [*local, *peers, *distant], written=[*local, *distant], listener=self._announcer)
         await stack.open()
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         return stack, (hot, *local)

@@ -32,6 +32,7 @@ class TierStack:
     Args:
         hot: The host-memory tier; every chunk that enters the process lands in its arena.
         lower: Slower tiers, fastest first; opened and closed by the stack.
+        written: Those of them that every new chunk is written to; None means all.
         listener: Hears of chunks that tiers of this process have kept.
         keep_hot: Keep chunks in host memory; False uses it only on the way through.
     """
@@ -40,6 +41,7 @@ class TierStack:
         self,
         hot: LocalCPUBackend,
         lower: Sequence[StorageBackend] = (),
+        written: Sequence[StorageBackend] | None = None,
         listener: StackListener | None = None,
         keep_hot: bool = True,
     ) -> None:
@@ -48,25 +50,27 @@ class TierStack:
         self._listener = listener
         self._keep_hot = keep_hot
         pending_bytes = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
-        self._writers = [WriteBehind(tier, pending_bytes, self._written) for tier in self.lower]
+        self._writers = {
+            tier.name: WriteBehind(tier, pending_bytes, self._written) for tier in (self.lower if written is None else written)
+        }
 
     async def open(self) -> None:
         """Open every tier."""
         await self.hot.open()
         for tier in self.lower:
             await tier.open()
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.open()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent."""
-        await asyncio.gather(*(writer.close(drain_s) for writer in self._writers))
+        await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
         for tier in (*self.lower, self.hot):
             await tier.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted chunk has reached (or failed to reach) the slower tiers; False when that took too long."""
-        return all(await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers)))
+        return all(await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers.values())))
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
         """Arena memory, by eviction if need be; one reference owned by the caller."""
@@ -132,7 +136,7 @@ class TierStack:
             if is_kept:
                 if self._keep_hot:
                     self._written(chunk, self.hot.name)
-                for writer in self._writers:
+                for writer in self._writers.values():
                     writer.offer(chunk)
         return kept
 
@@ -149,13 +153,13 @@ class TierStack:
     @property
     def num_pending_bytes(self) -> int:
         """Bytes that still wait to be written to slower tiers."""
-        return sum(writer.pending_bytes for writer in self._writers)
+        return sum(writer.pending_bytes for writer in self._writers.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of every tier, by its name."""
         figures = {tier.name: dict(tier.stats()) for tier in (self.hot, *self.lower)}
-        for tier, writer in zip(self.lower, self._writers, strict=True):
-            figures[tier.name] |= {
+        for name, writer in self._writers.items():
+            figures[name] |= {
                 "pending_write_bytes": writer.pending_bytes,
                 "dropped_writes": writer.num_dropped,
                 "failed_writes": writer.num_failed,
