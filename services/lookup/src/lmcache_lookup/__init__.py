@@ -1,0 +1,1 @@
+"""The lookup service: which instance holds which chunk of cached KV."""

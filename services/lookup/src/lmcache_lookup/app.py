@@ -1,0 +1,44 @@
+"""The app factory and the command `lmcache-lookup`."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.runner import run_service
+
+from lmcache_lookup.admin.routes import router as admin_router
+from lmcache_lookup.events.routes import router as events_router
+from lmcache_lookup.index import LookupIndex, create_index
+from lmcache_lookup.instances.routes import router as instances_router
+from lmcache_lookup.lifespan import lifespan_of
+from lmcache_lookup.lookup.routes import router as lookup_router
+from lmcache_lookup.settings import LookupSettings
+
+NAME = "lmcache-lookup"
+
+# 8192 chunk ids, or 2048 events, with room to spare.
+MAX_BODY_BYTES = 1 << 20
+
+
+def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> FastAPI:
+    """Build the app.
+
+    Args:
+        settings: Options.
+        index: Instead of the one that the settings ask for.
+
+    Raises:
+        ConfigError: The token file or the Redis URL cannot be read.
+    """
+    return create_service_app(
+        settings,
+        NAME,
+        lifespan=lifespan_of(settings, index or create_index(settings)),
+        routers=[lookup_router, instances_router, events_router, admin_router],
+        bodies=BodyBounds(MAX_BODY_BYTES),
+    )
+
+
+def main() -> int:
+    """Run the service."""
+    return run_service(NAME, LookupSettings, create_app)

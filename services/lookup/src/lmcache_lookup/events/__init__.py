@@ -1,0 +1,1 @@
+"""Sequenced stores and removals."""

@@ -1,0 +1,51 @@
+"""Where the index lives: in Redis for several replicas, in the process for one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_lookup.index.base import (
+    EventBatch,
+    IndexEvent,
+    IndexStats,
+    InstanceStatus,
+    LeaseClaim,
+    LeaseState,
+    LookupIndex,
+)
+
+if TYPE_CHECKING:
+    from lmcache_lookup.settings import LookupSettings
+
+__all__ = [
+    "LookupIndex",
+    "LeaseClaim",
+    "LeaseState",
+    "IndexEvent",
+    "EventBatch",
+    "InstanceStatus",
+    "IndexStats",
+    "create_index",
+]
+
+
+def create_index(settings: LookupSettings) -> LookupIndex:
+    """Build the index that the settings ask for; opens nothing.
+
+    Raises:
+        ConfigError: The Redis URL cannot be read.
+    """
+    if settings.redis_url is None:
+        from lmcache_lookup.index.embedded import EmbeddedIndex
+
+        return EmbeddedIndex(max_chunks=settings.max_chunks, max_instances=settings.max_instances)
+    from lmcache_lookup.index.guarded import GuardedIndex
+    from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+
+    options = RedisIndexOptions(
+        read_timeout_s=settings.redis_timeout_ms / 1000,
+        write_timeout_s=settings.redis_write_timeout_ms / 1000,
+        entry_ttl_s=settings.entry_ttl_s,
+        max_instances=settings.max_instances,
+    )
+    return GuardedIndex(RedisIndex(settings.redis_url.get_secret_value(), options))

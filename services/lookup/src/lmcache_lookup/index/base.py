@@ -1,0 +1,172 @@
+"""The index's interface: who holds which chunk, under leases and numbered events.
+
+Every implementation passes the suite in `tests/contract/lookup_index`. The rules are those of `docs/protocols.md`, lookup:
+
+- A lease belongs to (owner, instance), where the owner is the tenant of the token that took it.
+- Entries count only while the lease of their instance lives in their incarnation.
+- Events of an incarnation are numbered from 0. What was taken before is skipped, a gap takes nothing.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lmcache_core.lookup import Holder, InstanceKind
+
+MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseClaim:
+    """What an instance says when it takes or renews its lease; `ttl_ms` is what is granted."""
+
+    instance: str
+    incarnation: int
+    kind: InstanceKind
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """What an instance has to know: the number of the event that is waited for, and whether it has to begin anew."""
+
+    next_sequence: int
+    resync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEvent:
+    """A store or a removal.
+
+    Attributes:
+        op: Which.
+        tenant: Namespace of the chunk.
+        chunk_id: 16 bytes.
+        tier: Where in the instance.
+        size_bytes: Size of the record; 0 for a removal.
+    """
+
+    op: Literal["store", "remove"]
+    tenant: str
+    chunk_id: bytes
+    tier: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """Events of one instance with consecutive numbers from `first_sequence` on."""
+
+    instance: str
+    incarnation: int
+    first_sequence: int
+    events: Sequence[IndexEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    """A live lease."""
+
+    instance: str
+    kind: InstanceKind
+    incarnation: int
+    next_sequence: int
+    expires_in_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Figures for status pages; chunks of ended leases count until they are swept."""
+
+    num_chunks: int
+    num_instances: int
+
+
+class LookupIndex(abc.ABC):
+    """Who holds which chunk.
+
+    Every method but the constructor may raise `UnavailableError`: the place where the index lives did not answer in time. Then it is
+    unknown whether a write was taken; all writes may be repeated.
+    """
+
+    name: str
+    """Which implementation, for people."""
+
+    @abc.abstractmethod
+    async def open(self) -> None:
+        """Get ready. Does not wait for a server that is away."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Give back connections and memory."""
+
+    @abc.abstractmethod
+    async def ping(self) -> None:
+        """Ask the place where the index lives whether it is there."""
+
+    @abc.abstractmethod
+    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+        """Take or renew a lease.
+
+        A higher incarnation replaces a lower one and begins at sequence 0; a lower one than that of a live lease changes nothing and is
+        told to resync; a lease that ran out begins at sequence 0, whatever its incarnation.
+
+        Raises:
+            CapacityError: Too many instances hold leases.
+        """
+
+    @abc.abstractmethod
+    async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
+        """End a lease: its entries are dead at once.
+
+        Args:
+            owner: The tenant that took it.
+            instance: Whose.
+            incarnation: End it only if it is this one's.
+
+        Returns:
+            Whether there was such a lease.
+        """
+
+    @abc.abstractmethod
+    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+        """Take events in order, skipping those that were taken before; takes none after a gap or without a live lease."""
+
+    @abc.abstractmethod
+    async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
+        """Who holds each chunk, in one round trip.
+
+        Returns:
+            One list for each chunk id, empty where no live instance holds it.
+        """
+
+    @abc.abstractmethod
+    async def instances(self, owner: str) -> list[InstanceStatus]:
+        """The live leases that `owner` took, sorted by instance."""
+
+    @abc.abstractmethod
+    async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
+        """Forget who holds these chunks.
+
+        Returns:
+            How many were known.
+        """
+
+    @abc.abstractmethod
+    async def clear(self, tenant: str) -> None:
+        """Forget all chunks of a tenant, and let the instances whose leases it took announce theirs again."""
+
+    @abc.abstractmethod
+    async def sweep(self) -> int:
+        """Do a bounded part of a round trip through the index that clears dead entries.
+
+        Returns:
+            How many entries were cleared.
+        """
+
+    @abc.abstractmethod
+    async def stats(self, tenant: str) -> IndexStats:
+        """Figures of one tenant: its chunks, and the instances whose leases it took."""

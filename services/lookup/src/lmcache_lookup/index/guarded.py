@@ -1,0 +1,103 @@
+"""A circuit breaker around an index: while it is away, callers are told so at once instead of each waiting for its timeout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Final, TypeVar
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.lookup import Holder
+from lmcache_core.wire.backoff import Backoff
+
+from lmcache_lookup.index.base import EventBatch, IndexStats, InstanceStatus, LeaseClaim, LeaseState, LookupIndex
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 2.0
+
+T = TypeVar("T")
+
+
+class GuardedIndex(LookupIndex):
+    """Passes calls on; after a failure none for a while, twice as long after each further one, up to two seconds.
+
+    `ping` is passed on always, and its success lets calls through again.
+
+    Args:
+        inner: The index that may be away.
+        backoff: When to try again.
+    """
+
+    def __init__(self, inner: LookupIndex, backoff: Backoff | None = None) -> None:
+        self._inner = inner
+        self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, time.monotonic)
+        self.name = inner.name
+
+    async def open(self) -> None:
+        """Open the guarded index."""
+        await self._inner.open()
+
+    async def close(self) -> None:
+        """Close the guarded index."""
+        await self._inner.close()
+
+    async def ping(self) -> None:
+        """Ask, even while other calls are held back."""
+        await self._watch(self._inner.ping())
+
+    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+        """See `LookupIndex.renew`."""
+        self._check()
+        return await self._watch(self._inner.renew(owner, claim))
+
+    async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
+        """See `LookupIndex.end`."""
+        self._check()
+        return await self._watch(self._inner.end(owner, instance, incarnation))
+
+    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+        """See `LookupIndex.apply`."""
+        self._check()
+        return await self._watch(self._inner.apply(owner, batch))
+
+    async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
+        """See `LookupIndex.holders`."""
+        self._check()
+        return await self._watch(self._inner.holders(tenant, chunk_ids))
+
+    async def instances(self, owner: str) -> list[InstanceStatus]:
+        """See `LookupIndex.instances`."""
+        self._check()
+        return await self._watch(self._inner.instances(owner))
+
+    async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
+        """See `LookupIndex.evict`."""
+        self._check()
+        return await self._watch(self._inner.evict(tenant, chunk_ids))
+
+    async def clear(self, tenant: str) -> None:
+        """See `LookupIndex.clear`."""
+        self._check()
+        await self._watch(self._inner.clear(tenant))
+
+    async def sweep(self) -> int:
+        """See `LookupIndex.sweep`; while the index is away there is nothing to sweep."""
+        return 0 if self._backoff.wait_s > 0 else await self._watch(self._inner.sweep())
+
+    async def stats(self, tenant: str) -> IndexStats:
+        """See `LookupIndex.stats`."""
+        self._check()
+        return await self._watch(self._inner.stats(tenant))
+
+    def _check(self) -> None:
+        if self._backoff.wait_s > 0:
+            raise UnavailableError(f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s")
+
+    async def _watch(self, call: Awaitable[T]) -> T:
+        try:
+            result = await call
+        except UnavailableError:
+            self._backoff.failed()
+            raise
+        self._backoff.succeeded()
+        return result

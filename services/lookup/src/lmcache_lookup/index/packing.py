@@ -1,0 +1,80 @@
+"""How Redis stores the index: names of keys, and the bytes of a bucket's values.
+
+```
+lmc:{b:0a3}:<tenant>   hash: chunk id (16 bytes) -> holders, one after the other
+lmc:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
+lmc:{i}:version        changes with every change of who is alive
+lmc:{i}:numbers        last instance number that was given out
+lmc:{i}:tenants        set of tenants that have buckets
+```
+The bucket is the first 12 bits of the chunk id, in three hex digits; what stands in braces decides the slot in Redis Cluster. A holder:
+```
+ 0  4  instance number     little-endian
+ 4  8  incarnation
+12  8  size in bytes
+20  1  length of the tier's name
+21  .. the tier's name
+```
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+NUM_BUCKETS: Final = 4096
+LEASES_KEY: Final = "lmc:{i}:leases"
+VERSION_KEY: Final = "lmc:{i}:version"
+NUMBERS_KEY: Final = "lmc:{i}:numbers"
+TENANTS_KEY: Final = "lmc:{i}:tenants"
+
+_HOLDER = struct.Struct("<IQQB")
+
+
+class PackedHolder(NamedTuple):
+    """One holder of a chunk as it is stored."""
+
+    number: int
+    incarnation: int
+    size_bytes: int
+    tier: str
+
+
+def bucket_of(chunk_id: bytes) -> int:
+    """Which of the 4096 buckets a chunk lies in."""
+    return int.from_bytes(chunk_id[:2], "big") >> 4
+
+
+def bucket_key(tenant: str, bucket: int) -> str:
+    """The key of a tenant's bucket."""
+    return f"lmc:{{b:{bucket:03x}}}:{tenant}"
+
+
+def lease_field(owner: str, instance: str) -> str:
+    """The field of a lease; neither part can hold a slash."""
+    return f"{owner}/{instance}"
+
+
+def pack_holder(holder: PackedHolder) -> bytes:
+    """The bytes of one holder."""
+    tier = holder.tier.encode("ascii")
+    return _HOLDER.pack(holder.number, holder.incarnation, holder.size_bytes, len(tier)) + tier
+
+
+def unpack_holders(data: bytes) -> Iterator[PackedHolder]:
+    """Read a bucket's value; bytes that are cut off or foreign end the reading, since an unknown holder is as good as none."""
+    at = 0
+    while at + _HOLDER.size <= len(data):
+        number, incarnation, size_bytes, length = _HOLDER.unpack_from(data, at)
+        begin = at + _HOLDER.size
+        at = begin + length
+        tier = data[begin:at]
+        if len(tier) != length or not tier.isascii():
+            return
+        yield PackedHolder(number, incarnation, size_bytes, tier.decode("ascii"))
+
+
+def pack_identity(number: int, incarnation: int) -> bytes:
+    """The first 12 bytes of a holder: which life of which instance."""
+    return struct.pack("<IQ", number, incarnation)

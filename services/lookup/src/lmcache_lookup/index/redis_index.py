@@ -1,0 +1,303 @@
+"""The index in Redis: any number of stateless replicas share it.
+
+A lookup is one pipeline: the version of the lease table and one HMGET for each touched bucket. The table itself is read again only when its
+version changed or a lease in it may have run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import redis.asyncio as redis_asyncio
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
+from lmcache_core.lookup import Holder
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+
+from lmcache_lookup.index import redis_scripts as scripts
+from lmcache_lookup.index.base import (
+    MAX_STORED_HOLDERS_PER_CHUNK,
+    EventBatch,
+    IndexEvent,
+    IndexStats,
+    InstanceStatus,
+    LeaseClaim,
+    LeaseState,
+    LookupIndex,
+)
+from lmcache_lookup.index.live_table import LiveTable
+from lmcache_lookup.index.packing import (
+    LEASES_KEY,
+    NUM_BUCKETS,
+    NUMBERS_KEY,
+    TENANTS_KEY,
+    VERSION_KEY,
+    PackedHolder,
+    bucket_key,
+    bucket_of,
+    lease_field,
+    pack_holder,
+    pack_identity,
+    unpack_holders,
+)
+
+T = TypeVar("T")
+_Arg = bytes | str | int
+
+MAX_CONNECTIONS: Final = 64
+SWEEP_PAGE_CHUNKS: Final = 1024
+
+# Everything that redis-py and the sockets below it raise.
+CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+
+_NO_TABLE: Final = LiveTable(b"", stale_at=float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class RedisIndexOptions:
+    """Bounds of a Redis index.
+
+    Attributes:
+        read_timeout_s: Limit on lookups, from waiting for a connection to the last byte.
+        write_timeout_s: Limit on everything else.
+        entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
+        max_instances: Bound on leases.
+    """
+
+    read_timeout_s: float = 0.1
+    write_timeout_s: float = 0.8
+    entry_ttl_s: int = 86_400
+    max_instances: int = 4096
+
+
+class RedisIndex(LookupIndex):
+    """See `packing` for the layout and `redis_scripts` for what is atomic.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`, password included.
+        options: Bounds.
+        clock: Seconds, monotonic.
+
+    Raises:
+        ConfigError: The URL cannot be read.
+    """
+
+    name = "redis"
+
+    def __init__(self, url: str, options: RedisIndexOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._table = _NO_TABLE
+        self._sweep_positions = itertools.cycle(range(NUM_BUCKETS))
+        try:
+            self._redis: redis_asyncio.Redis = redis_asyncio.Redis.from_url(
+                url,
+                # One immediate second try: connections of the pool that a restarted Redis has dropped fail on first use.
+                retry=Retry(NoBackoff(), 1),
+                socket_connect_timeout=options.write_timeout_s,
+                socket_timeout=options.write_timeout_s,
+                max_connections=MAX_CONNECTIONS,
+            )
+        except ValueError:
+            raise ConfigError("redis_url cannot be read; write redis://[user:password@]host:port[/database]") from None
+        self._scripts = {text: self._redis.register_script(text) for text in scripts.ALL}
+
+    async def open(self) -> None:
+        """Connections are made when they are needed."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """See `LookupIndex.ping`."""
+        await self._within(self._options.read_timeout_s, _reply(self._redis.ping()))
+
+    async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+        """See `LookupIndex.renew`."""
+        field = lease_field(owner, claim.instance)
+        argv: list[_Arg] = [field, _text(claim.incarnation), claim.kind, claim.ttl_ms, self._options.max_instances]
+        next_sequence, resync, taken = await self._write(self._run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY], argv))
+        if not taken:
+            raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
+        return LeaseState(next_sequence, bool(resync))
+
+    async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
+        """See `LookupIndex.end`."""
+        argv = [lease_field(owner, instance), "" if incarnation is None else _text(incarnation)]
+        return bool(await self._write(self._run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
+
+    async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
+        """See `LookupIndex.apply`.
+
+        The number is raised after the buckets are written: if Redis goes away in between, the batch comes again, and writing an event a
+        second time changes nothing.
+        """
+        return await self._write(self._apply(owner, batch))
+
+    async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
+        """See `LookupIndex.holders`."""
+        return await self._within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
+
+    async def instances(self, owner: str) -> list[InstanceStatus]:
+        """See `LookupIndex.instances`."""
+        asked_at = self._clock()
+        table = await self._write(self._load_table())
+        return sorted(
+            (
+                InstanceStatus(
+                    live.instance, live.lease.kind, incarnation, live.lease.next_sequence, int((live.expires_at - asked_at) * 1000)
+                )
+                for (_, incarnation), live in table.by_identity.items()
+                if live.owner == owner
+            ),
+            key=lambda status: status.instance,
+        )
+
+    async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
+        """See `LookupIndex.evict`."""
+        buckets = _by_bucket(chunk_ids)
+        pipeline = self._redis.pipeline(transaction=False)
+        for bucket, places in buckets.items():
+            pipeline.hdel(bucket_key(tenant, bucket), *(chunk_ids[place] for place in places))
+        return sum(await self._write(pipeline.execute())) if buckets else 0
+
+    async def clear(self, tenant: str) -> None:
+        """See `LookupIndex.clear`."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for bucket in range(NUM_BUCKETS):
+            pipeline.unlink(bucket_key(tenant, bucket))
+        await self._write(pipeline.execute())
+        await self._write(self._run(scripts.RESYNC, [LEASES_KEY], [tenant]))
+
+    async def sweep(self) -> int:
+        """See `LookupIndex.sweep`: looks at one bucket of every tenant a call."""
+        bucket = next(self._sweep_positions)
+        tenants: Iterable[bytes] = await self._write(_reply(self._redis.smembers(TENANTS_KEY)))
+        return sum([await self._sweep_bucket(bucket_key(tenant.decode(), bucket)) for tenant in tenants])
+
+    async def stats(self, tenant: str) -> IndexStats:
+        """See `LookupIndex.stats`."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for bucket in range(NUM_BUCKETS):
+            pipeline.hlen(bucket_key(tenant, bucket))
+        return IndexStats(sum(await self._write(pipeline.execute())), len(await self.instances(tenant)))
+
+    async def _apply(self, owner: str, batch: EventBatch) -> LeaseState:
+        field, incarnation = lease_field(owner, batch.instance), _text(batch.incarnation)
+        argv: list[_Arg] = [field, incarnation, batch.first_sequence]
+        next_sequence, resync, number = await self._run(scripts.CHECK, [LEASES_KEY], argv)
+        fresh = batch.events[next_sequence - batch.first_sequence :] if not resync else []
+        if not fresh:
+            return LeaseState(next_sequence, bool(resync))
+        await self._update_buckets(number, batch.incarnation, fresh)
+        tenants = sorted({event.tenant for event in fresh})
+        argv = [field, incarnation, batch.first_sequence + len(batch.events), *tenants]
+        next_sequence, resync = await self._run(scripts.COMMIT, [LEASES_KEY, TENANTS_KEY], argv)
+        return LeaseState(next_sequence, bool(resync))
+
+    async def _update_buckets(self, number: int, incarnation: int, events: Sequence[IndexEvent]) -> None:
+        by_key: defaultdict[str, list[bytes | str]] = defaultdict(list)
+        for event in events:
+            holder = pack_holder(PackedHolder(number, incarnation, event.size_bytes, event.tier))
+            by_key[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [event.chunk_id, holder, str(int(event.op == "store"))]
+        sha = self._scripts[scripts.UPDATE].sha
+
+        async def write() -> None:
+            pipeline = self._redis.pipeline(transaction=False)
+            for key, triples in by_key.items():
+                pipeline.execute_command("EVALSHA", sha, 1, key, self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK, *triples)
+            await pipeline.execute()
+
+        await self._with_scripts(write)
+
+    async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
+        buckets = _by_bucket(chunk_ids)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(VERSION_KEY)
+        for bucket, places in buckets.items():
+            pipeline.hmget(bucket_key(tenant, bucket), [chunk_ids[place] for place in places])
+        version, *pages = await pipeline.execute()
+        if (version or b"") != self._table.version or self._clock() >= self._table.stale_at:
+            await self._load_table()
+        result: list[list[Holder]] = [[] for _ in chunk_ids]
+        for places, page in zip(buckets.values(), pages, strict=True):
+            for place, value in zip(places, page, strict=True):
+                result[place] = self._live_holders(value or b"")
+        return result
+
+    def _live_holders(self, value: bytes) -> list[Holder]:
+        known = self._table.by_identity
+        return [
+            Holder(live.instance, live.lease.kind, packed.tier, packed.size_bytes)
+            for packed in unpack_holders(value)
+            if (live := known.get((packed.number, packed.incarnation))) is not None
+        ]
+
+    async def _load_table(self) -> LiveTable:
+        asked_at = self._clock()
+        self._table = LiveTable.from_reply(await self._run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], []), asked_at)
+        return self._table
+
+    async def _sweep_bucket(self, key: str) -> int:
+        """The table is read after the entries: whoever wrote them had its lease before."""
+        num_swept = cursor = 0
+        while True:
+            cursor, page = await self._write(_reply(self._redis.hscan(key, cursor, count=SWEEP_PAGE_CHUNKS)))
+            if page:
+                alive = (await self._write(self._load_table())).by_identity
+                dead: list[bytes] = []
+                for chunk_id, value in page.items():
+                    for packed in unpack_holders(value):
+                        if (packed.number, packed.incarnation) not in alive:
+                            dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
+                num_swept += await self._write(self._run(scripts.PRUNE, [key], dead)) if dead else 0
+            if cursor == 0:
+                return num_swept
+
+    async def _run(self, script: str, keys: list[str], argv: Sequence[_Arg]) -> Any:
+        """Run a script by its digest; redis-py sends the text where Redis has forgotten it."""
+        return await self._scripts[script](keys, argv)
+
+    async def _with_scripts(self, call: Callable[[], Awaitable[None]]) -> None:
+        """A pipeline cannot send the text of a script that Redis has forgotten; load it, then try once more."""
+        try:
+            await call()
+        except NoScriptError:
+            await self._redis.script_load(scripts.UPDATE)
+            await call()
+
+    async def _write(self, call: Awaitable[T]) -> T:
+        return await self._within(self._options.write_timeout_s, call)
+
+    async def _within(self, timeout_s: float, call: Awaitable[T]) -> T:
+        """The one place where the client library's errors become ours; their texts may hold addresses, so only their kind is kept."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except CLIENT_ERRORS as exc:
+            raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
+
+
+def _by_bucket(chunk_ids: Sequence[bytes]) -> dict[int, list[int]]:
+    """Bucket -> positions in `chunk_ids`."""
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for place, chunk_id in enumerate(chunk_ids):
+        places[bucket_of(chunk_id)].append(place)
+    return dict(places)
+
+
+def _text(incarnation: int) -> str:
+    return f"{incarnation:020d}"
+
+
+async def _reply(call: Any) -> Any:
+    """redis-py types its commands as perhaps not awaitable; with the asyncio client they always are."""
+    return await call

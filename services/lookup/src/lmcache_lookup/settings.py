@@ -1,0 +1,60 @@
+"""The lookup service's options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from lmcache_servicekit.settings import Port, ServiceSettings
+from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic_settings import SettingsConfigDict
+
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
+
+
+def _check_redis_url(url: SecretStr) -> SecretStr:
+    """The text of the error does not repeat the URL: it may hold a password."""
+    if not url.get_secret_value().startswith(REDIS_SCHEMES):
+        raise ValueError(f"a Redis URL begins with one of {', '.join(REDIS_SCHEMES)}")
+    return url
+
+
+class LookupSettings(ServiceSettings):
+    """Options of `lmcache-lookup`; variables are `LMCACHE_LOOKUP_…`.
+
+    Attributes:
+        redis_url: Where the index lives, password included; None keeps it in this process, which then must be the only replica.
+        redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing known".
+        redis_write_timeout_ms: Limit on the index's part of leases and events.
+        entry_ttl_s: What nobody has written to for this long leaves Redis by itself, in seconds.
+        max_chunks: Bound on chunks of the index in this process.
+        max_instances: Bound on instances that hold a lease.
+        default_ttl_ms: Lease of an instance that asks for none.
+        min_ttl_ms: Shortest lease that is granted.
+        max_ttl_ms: Longest lease that is granted.
+        sweep_interval_s: Pause between two steps that clear entries of ended leases, in seconds.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LMCACHE_LOOKUP_")
+
+    port: Port = 8081
+    redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
+    redis_timeout_ms: int = Field(default=100, ge=1, le=60_000)
+    redis_write_timeout_ms: int = Field(default=800, ge=1, le=60_000)
+    entry_ttl_s: int = Field(default=86_400, ge=60)
+    max_chunks: int = Field(default=1_000_000, ge=1)
+    max_instances: int = Field(default=4096, ge=1, le=65_536)
+    default_ttl_ms: int = Field(default=15_000, ge=1)
+    min_ttl_ms: int = Field(default=1_000, ge=1)
+    max_ttl_ms: int = Field(default=300_000, ge=1)
+    sweep_interval_s: float = Field(default=0.25, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _check_ttls(self) -> LookupSettings:
+        if not self.min_ttl_ms <= self.default_ttl_ms <= self.max_ttl_ms:
+            given = f"min_ttl_ms={self.min_ttl_ms}, default_ttl_ms={self.default_ttl_ms}, max_ttl_ms={self.max_ttl_ms}"
+            raise ValueError(f"{given}: put them in ascending order")
+        return self
+
+    def granted_ttl_ms(self, asked_ttl_ms: int | None) -> int:
+        """The lease that an instance gets which asks for `asked_ttl_ms`."""
+        return min(max(asked_ttl_ms or self.default_ttl_ms, self.min_ttl_ms), self.max_ttl_ms)

@@ -1,0 +1,307 @@
+"""Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one and the one in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Literal
+
+import pytest
+import pytest_asyncio
+from lmcache_core.errors import CapacityError
+from lmcache_core.lookup import Holder
+from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState, LookupIndex
+from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
+from lmcache_lookup.index.embedded import EmbeddedIndex
+from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+
+from tests.fixtures.redis_server import RedisServer, running_redis
+
+MAX_INSTANCES = 8
+LONG_MS = 60_000
+SHORT_MS = 150
+TAKEN = LeaseState(0, False)
+HOLDS_BACK = LeaseState(0, True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with running_redis() as redis_server:
+        yield redis_server
+
+
+@pytest_asyncio.fixture(params=["embedded", "redis"])
+async def index(request: pytest.FixtureRequest) -> AsyncIterator[LookupIndex]:
+    made: LookupIndex
+    if request.param == "embedded":
+        made = EmbeddedIndex(max_chunks=1000, max_instances=MAX_INSTANCES)
+    else:
+        redis_server = request.getfixturevalue("server")
+        with redis_server.client() as raw:
+            raw.flushall()
+        options = RedisIndexOptions(read_timeout_s=5, write_timeout_s=5, max_instances=MAX_INSTANCES)
+        made = RedisIndex(redis_server.url, options)
+    await made.open()
+    yield made
+    await made.close()
+
+
+def chunk(number: int) -> bytes:
+    """Ids that spread over buckets, with some in the same one."""
+    return ((number % 7) << 116 | number).to_bytes(16, "big")
+
+
+def event(number: int, op: Literal["store", "remove"] = "store", tier: str = "hot", tenant: str = "acme", size: int = 5) -> IndexEvent:
+    return IndexEvent(op, tenant, chunk(number), tier, size if op == "store" else 0)
+
+
+async def join(index: LookupIndex, instance: str, incarnation: int = 1, *, owner: str = "acme", ttl_ms: int = LONG_MS) -> LeaseState:
+    return await index.renew(owner, LeaseClaim(instance, incarnation, "sidecar", ttl_ms))
+
+
+async def tell(
+    index: LookupIndex, instance: str, *events: IndexEvent, first: int = 0, incarnation: int = 1, owner: str = "acme"
+) -> LeaseState:
+    return await index.apply(owner, EventBatch(instance, incarnation, first, events))
+
+
+async def held(index: LookupIndex, *numbers: int, tenant: str = "acme") -> list[list[str]]:
+    """Names of holders, with the tier."""
+    found = await index.holders(tenant, [chunk(number) for number in numbers])
+    return [sorted(f"{holder.instance}/{holder.tier}" for holder in holders) for holders in found]
+
+
+async def test_ping(index: LookupIndex) -> None:
+    await index.ping()
+
+
+async def test_nothing_is_held_at_first(index: LookupIndex) -> None:
+    assert await held(index, 1, 2) == [[], []]
+    assert await index.holders("acme", []) == []
+
+
+async def test_what_is_stored_is_held_in_the_order_asked(index: LookupIndex) -> None:
+    await join(index, "a")
+    await join(index, "b")
+    assert await tell(index, "a", event(1), event(2, tier="disk"), event(8)) == LeaseState(3, False)
+    assert await tell(index, "b", event(2)) == LeaseState(1, False)
+    assert await held(index, 8, 2, 3, 1) == [["a/hot"], ["a/disk", "b/hot"], [], ["a/hot"]]
+
+
+async def test_a_holder_says_all_that_was_reported(index: LookupIndex) -> None:
+    await index.renew("acme", LeaseClaim("s-0", 1, "storage", LONG_MS))
+    await tell(index, "s-0", event(1, tier="disk", size=1 << 40))
+    assert await index.holders("acme", [chunk(1)]) == [[Holder("s-0", "storage", "disk", 1 << 40)]]
+
+
+async def test_a_removal_takes_one_tier(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1), event(1, tier="disk"), event(1, "remove"))
+    assert await held(index, 1) == [["a/disk"]]
+    await tell(index, "a", event(1, "remove", tier="disk"), event(2, "remove"), first=3)
+    assert await held(index, 1, 2) == [[], []]
+
+
+async def test_storing_again_replaces_the_size(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1, size=5), event(1, size=9))
+    assert await index.holders("acme", [chunk(1)]) == [[Holder("a", "sidecar", "hot", 9)]]
+
+
+async def test_tenants_do_not_see_one_another(index: LookupIndex) -> None:
+    await join(index, "s", owner="ops")
+    await tell(index, "s", event(1, tenant="acme"), event(2, tenant="rival"), owner="ops")
+    assert await held(index, 1, 2, tenant="acme") == [["s/hot"], []]
+    assert await held(index, 1, 2, tenant="rival") == [[], ["s/hot"]]
+    assert await held(index, 1, 2, tenant="ops") == [[], []]
+
+
+async def test_instances_of_two_owners_may_share_a_name(index: LookupIndex) -> None:
+    await join(index, "a", 5, owner="acme")
+    await join(index, "a", 9, owner="rival")
+    await tell(index, "a", event(1), incarnation=5)
+    await index.end("rival", "a")
+    assert await held(index, 1) == [["a/hot"]]
+    assert await tell(index, "a", event(2), first=1, incarnation=9, owner="acme") == HOLDS_BACK
+
+
+async def test_events_need_a_lease(index: LookupIndex) -> None:
+    assert await tell(index, "nobody", event(1)) == HOLDS_BACK
+    assert await held(index, 1) == [[]]
+
+
+async def test_a_repeat_is_skipped(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1), event(2))
+    await tell(index, "a", event(1, "remove"), first=2)
+    assert await tell(index, "a", event(1), event(2)) == LeaseState(3, False)
+    assert await held(index, 1, 2) == [[], ["a/hot"]]
+
+
+async def test_of_an_overlap_only_the_new_part_is_taken(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1), event(1, "remove"))
+    assert await tell(index, "a", event(1), event(1, "remove"), event(2)) == LeaseState(3, False)
+    assert await held(index, 1, 2) == [[], ["a/hot"]]
+
+
+async def test_a_gap_takes_nothing_and_asks_for_a_resync(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1))
+    assert await tell(index, "a", event(2), first=2) == LeaseState(1, True)
+    assert await held(index, 1, 2) == [["a/hot"], []]
+    assert await tell(index, "a", event(3), first=1) == LeaseState(2, False)
+
+
+async def test_an_empty_batch_changes_nothing(index: LookupIndex) -> None:
+    await join(index, "a")
+    assert await tell(index, "a") == TAKEN
+
+
+async def test_a_renewal_tells_the_number_that_is_waited_for(index: LookupIndex) -> None:
+    assert await join(index, "a") == TAKEN
+    await tell(index, "a", event(1), event(2))
+    assert await join(index, "a") == LeaseState(2, False)
+
+
+async def test_a_higher_incarnation_kills_the_entries_of_the_lower_at_once(index: LookupIndex) -> None:
+    await join(index, "a", 1)
+    await tell(index, "a", event(1), event(2))
+    assert await held(index, 1) == [["a/hot"]]
+    assert await join(index, "a", 1_800_000_000_000_000_001) == TAKEN
+    assert await held(index, 1, 2) == [[], []]
+    assert await tell(index, "a", event(3), first=2) == HOLDS_BACK
+    await tell(index, "a", event(2), incarnation=1_800_000_000_000_000_001)
+    assert await held(index, 1, 2) == [[], ["a/hot"]]
+
+
+async def test_incarnations_differ_in_their_last_digit(index: LookupIndex) -> None:
+    """They are nanoseconds, and larger than a double can tell apart."""
+    await join(index, "a", 1_800_000_000_000_000_000)
+    await tell(index, "a", event(1), incarnation=1_800_000_000_000_000_000)
+    assert await join(index, "a", 1_799_999_999_999_999_999) == HOLDS_BACK
+    assert await tell(index, "a", event(2), first=1, incarnation=1_800_000_000_000_000_001) == HOLDS_BACK
+    assert await join(index, "a", 1_800_000_000_000_000_001) == TAKEN
+    assert await held(index, 1) == [[]]
+
+
+async def test_a_lower_incarnation_changes_nothing(index: LookupIndex) -> None:
+    await join(index, "a", 7)
+    await tell(index, "a", event(1), incarnation=7)
+    assert await join(index, "a", 6) == HOLDS_BACK
+    assert await tell(index, "a", event(2), incarnation=6) == HOLDS_BACK
+    assert await held(index, 1, 2) == [["a/hot"], []]
+
+
+async def test_when_a_lease_runs_out_its_holdings_vanish(index: LookupIndex) -> None:
+    await join(index, "a", ttl_ms=SHORT_MS)
+    await join(index, "b")
+    await tell(index, "a", event(1))
+    await tell(index, "b", event(1))
+    assert await held(index, 1) == [["a/hot", "b/hot"]]
+    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    assert await held(index, 1) == [["b/hot"]]
+    assert await tell(index, "a", event(2), first=1) == HOLDS_BACK
+
+
+async def test_a_lease_that_ran_out_begins_anew(index: LookupIndex) -> None:
+    await join(index, "a", ttl_ms=SHORT_MS)
+    await tell(index, "a", event(1))
+    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    assert await join(index, "a") == TAKEN
+    assert (await join(index, "a", 0)).resync
+
+
+async def test_a_renewal_keeps_holdings_alive(index: LookupIndex) -> None:
+    await join(index, "a", ttl_ms=SHORT_MS)
+    await tell(index, "a", event(1))
+    for _ in range(4):
+        await asyncio.sleep(SHORT_MS / 2000)
+        await join(index, "a", ttl_ms=SHORT_MS)
+    assert await held(index, 1) == [["a/hot"]]
+
+
+async def test_ending_a_lease_ends_its_holdings(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1))
+    assert await index.end("acme", "a")
+    assert not await index.end("acme", "a")
+    assert await held(index, 1) == [[]]
+    assert await join(index, "a") == TAKEN
+    assert await held(index, 1) == [[]]
+
+
+async def test_a_late_end_leaves_the_next_life_alone(index: LookupIndex) -> None:
+    await join(index, "a", 2)
+    assert not await index.end("acme", "a", 1)
+    assert await tell(index, "a", event(1), incarnation=2) == LeaseState(1, False)
+    assert await index.end("acme", "a", 2)
+
+
+async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
+    await join(index, "b", 3)
+    await join(index, "a")
+    await join(index, "c", owner="rival")
+    await join(index, "d", ttl_ms=1)
+    await tell(index, "a", event(1))
+    await asyncio.sleep(0.02)
+    found = await index.instances("acme")
+    assert [(status.instance, status.incarnation, status.next_sequence) for status in found] == [("a", 1, 1), ("b", 3, 0)]
+    assert 0 < found[0].expires_in_ms <= LONG_MS
+
+
+async def test_instances_are_bounded_and_dead_ones_make_room(index: LookupIndex) -> None:
+    await join(index, "short", ttl_ms=SHORT_MS)
+    for number in range(MAX_INSTANCES - 1):
+        await join(index, f"long-{number}")
+    with pytest.raises(CapacityError, match="max_instances"):
+        await join(index, "late")
+    await join(index, "long-0")
+    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    assert await join(index, "late") == TAKEN
+
+
+async def test_holders_of_a_chunk_are_bounded(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", *(event(1, tier=f"t{number}") for number in range(MAX_STORED_HOLDERS_PER_CHUNK + 1)))
+    [tiers] = await held(index, 1)
+    assert len(tiers) == MAX_STORED_HOLDERS_PER_CHUNK
+    assert "a/t0" not in tiers
+
+
+async def test_eviction_forgets_chunks_of_one_tenant(index: LookupIndex) -> None:
+    await join(index, "a")
+    await tell(index, "a", event(1), event(2), event(1, tenant="rival"))
+    assert await index.evict("acme", [chunk(1), chunk(3)]) == 1
+    assert await index.evict("acme", []) == 0
+    assert await held(index, 1, 2) == [[], ["a/hot"]]
+    assert await held(index, 1, tenant="rival") == [["a/hot"]]
+
+
+async def test_clearing_asks_the_tenants_instances_to_announce_again(index: LookupIndex) -> None:
+    await join(index, "a")
+    await join(index, "s", owner="ops")
+    await tell(index, "a", event(1), event(2, tenant="rival"))
+    await index.clear("acme")
+    assert await held(index, 1) == [[]]
+    assert await held(index, 2, tenant="rival") == [["a/hot"]]
+    assert (await tell(index, "a", event(3), first=2)).resync
+    assert (await join(index, "a")).resync
+    assert not (await join(index, "s", owner="ops")).resync
+    assert await join(index, "a", 2) == TAKEN
+    assert await tell(index, "a", event(1), incarnation=2) == LeaseState(1, False)
+
+
+async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex) -> None:
+    await join(index, "a", 1)
+    await join(index, "b")
+    await tell(index, "a", *(event(number) for number in range(10)))
+    await tell(index, "b", *(event(number) for number in range(5)))
+    await join(index, "a", 2)
+    await tell(index, "a", event(20), incarnation=2)
+    assert (await index.stats("acme")).num_chunks == 11
+    num_swept = sum([await index.sweep() for _ in range(4096)])
+    assert num_swept == 10
+    stats = await index.stats("acme")
+    assert (stats.num_chunks, stats.num_instances) == (6, 2)
+    assert await held(index, 1, 7, 20) == [["b/hot"], [], ["a/hot"]]

@@ -1,0 +1,157 @@
+"""What lies in Redis, seen past the index; and what the index makes of foreign, missing and lost data."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+import redis.exceptions
+from lmcache_core.errors import UnavailableError
+from lmcache_core.lookup import Holder
+from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
+from lmcache_lookup.index.packing import PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
+from lmcache_lookup.index.redis_index import CLIENT_ERRORS, RedisIndex, RedisIndexOptions
+
+from tests.fixtures.redis_server import RedisServer, running_redis
+
+CHUNK = bytes.fromhex("0a3f" + "11" * 14)
+KEY = "lmc:{b:0a3}:acme"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with running_redis() as redis_server:
+        yield redis_server
+
+
+@pytest.fixture
+def raw(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        client.flushall()
+        client.script_flush()
+        yield client
+
+
+@pytest_asyncio.fixture
+async def index(server: RedisServer, raw: redis.Redis) -> AsyncIterator[RedisIndex]:
+    made = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def put(index: RedisIndex, instance: str = "a", incarnation: int = 7) -> None:
+    await index.renew("acme", LeaseClaim(instance, incarnation, "sidecar", 60_000))
+    await index.apply("acme", EventBatch(instance, incarnation, 0, [IndexEvent("store", "acme", CHUNK, "hot", 5)]))
+
+
+def test_golden_bytes() -> None:
+    holder = PackedHolder(1, 7, 5, "hot")
+    assert pack_holder(holder).hex() == "01000000" + "0700000000000000" + "0500000000000000" + "03" + "686f74"
+    assert list(unpack_holders(pack_holder(holder) * 2)) == [holder, holder]
+    assert (bucket_of(CHUNK), bucket_key("acme", 0x0A3)) == (0x0A3, KEY)
+
+
+async def test_a_store_lies_where_the_layout_says(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index)
+    assert raw.hgetall(KEY) == {CHUNK: pack_holder(PackedHolder(1, 7, 5, "hot"))}
+    assert 0 < raw.ttl(KEY) <= 86_400
+    assert raw.smembers("lmc:{i}:tenants") == {b"acme"}
+
+
+async def test_what_another_replica_wrote_is_read(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index)
+    raw.hset(KEY, CHUNK, pack_holder(PackedHolder(1, 7, 99, "disk")))
+    assert await index.holders("acme", [CHUNK]) == [[Holder("a", "sidecar", "disk", 99)]]
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\0", pack_holder(PackedHolder(1, 7, 5, "hot"))[:-1], pack_holder(PackedHolder(2, 7, 5, "hot")), b"\xff" * 100]
+)
+async def test_foreign_bytes_hold_nothing(index: RedisIndex, raw: redis.Redis, value: bytes) -> None:
+    await put(index)
+    raw.hset(KEY, CHUNK, value)
+    assert await index.holders("acme", [CHUNK]) == [[]]
+
+
+async def test_a_bucket_of_another_type_is_unavailability(index: RedisIndex, raw: redis.Redis) -> None:
+    raw.set(KEY, b"text")
+    with pytest.raises(UnavailableError):
+        await index.holders("acme", [CHUNK])
+
+
+async def test_leases_that_are_not_ours_are_unavailability(index: RedisIndex, raw: redis.Redis) -> None:
+    raw.hset("lmc:{i}:leases", "acme/a", b"not json")
+    with pytest.raises(UnavailableError):
+        await index.instances("acme")
+
+
+async def test_after_a_flush_numbers_begin_again_and_old_entries_stay_dead(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index, "a")
+    assert (await index.holders("acme", [CHUNK]))[0]
+    old = raw.hgetall(KEY)
+    raw.flushall()
+    assert await index.holders("acme", [CHUNK]) == [[]]
+    await index.renew("acme", LeaseClaim("b", 8, "sidecar", 60_000))
+    raw.hset(KEY, mapping=old)
+    assert await index.holders("acme", [CHUNK]) == [[]]
+
+
+async def test_two_replicas_agree_at_once(index: RedisIndex, server: RedisServer) -> None:
+    other = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+    await put(index)
+    assert (await other.holders("acme", [CHUNK]))[0]
+    await index.end("acme", "a")
+    assert await other.holders("acme", [CHUNK]) == [[]]
+    await other.close()
+
+
+async def test_scripts_that_redis_forgot_are_sent_again(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index)
+    raw.script_flush()
+    batch = EventBatch("a", 7, 1, [IndexEvent("remove", "acme", CHUNK, "hot", 0)])
+    assert (await index.apply("acme", batch)).next_sequence == 2
+    assert not raw.exists(KEY)
+
+
+async def test_redis_without_room_takes_nothing_and_keeps_the_number(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index)
+    raw.config_set("maxmemory", "1")
+    batch = EventBatch("a", 7, 1, [IndexEvent("store", "acme", b"z" * 16, "hot", 5)])
+    try:
+        with pytest.raises(UnavailableError):
+            await index.apply("acme", batch)
+    finally:
+        raw.config_set("maxmemory", "0")
+    assert (await index.apply("acme", batch)).next_sequence == 2
+
+
+async def test_a_redis_that_does_not_answer_costs_its_timeout_once() -> None:
+    with running_redis() as server:
+        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=0.1, write_timeout_s=0.2))
+        await put(index)
+        server.pause()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(UnavailableError):
+            await index.holders("acme", [CHUNK])
+        assert asyncio.get_running_loop().time() - started < 1.0
+        server.resume()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert (await index.holders("acme", [CHUNK]))[0]
+                    break
+                except UnavailableError:
+                    await asyncio.sleep(0.05)
+        await index.close()
+
+
+def test_every_exception_of_the_client_library_is_mapped() -> None:
+    """Left out: errors of optional features that the index does not use."""
+    unused = {"ChildDeadlockedError", "IncorrectPolicyType"}
+    kinds = [kind for _, kind in inspect.getmembers(redis.exceptions, inspect.isclass) if issubclass(kind, Exception)]
+    assert len(kinds) > 20
+    assert not [kind for kind in kinds if not issubclass(kind, CLIENT_ERRORS) and kind.__name__ not in unused]
