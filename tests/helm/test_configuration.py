@@ -45,9 +45,9 @@ def test_a_changed_setting_restarts_its_pods_only(chart: Chart, component: str) 
 
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:
     values = chart.render().get("ConfigMap", "broker")
-    assert "ticket_ttl_ms: 10000\n" in values["data"]["config.yaml"]
-    settings = config_of(chart.render({"broker.config.ticket_ttl_ms": 12345678}), "broker")
-    assert settings["ticket_ttl_ms"] == 12345678
+    assert "ticket_ttl_ms: 5000\n" in values["data"]["config.yaml"]
+    large = chart.render({"lookup.config.redis_timeout_ms": 12345678}).get("ConfigMap", "lookup")
+    assert "redis_timeout_ms: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
 
 
 def test_addresses_follow_what_is_installed(chart: Chart) -> None:

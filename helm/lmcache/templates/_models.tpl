@@ -37,6 +37,15 @@ name: {{ include "lmcache.modelName" . }}
       value: $(POD_NAME)
     - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
       value: lm://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
+    - name: LMCACHE_SIDECAR_NODE
+      valueFrom:
+        fieldRef:
+          fieldPath: spec.nodeName
+    # Kubernetes puts this label on pods from 1.35 on; before that the zone is empty.
+    - name: LMCACHE_SIDECAR_ZONE
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.labels['topology.kubernetes.io/zone']
     {{- with $sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -73,7 +82,8 @@ name: {{ include "lmcache.modelName" . }}
 - name: arena
   emptyDir:
     medium: Memory
-    # The arena, and room for the files beside it.
+    # One arena, and room for small files. A sidecar that starts again gets its own once vLLM has let go of the old one: with room
+    # for two the pod could reach its memory limit, and the kernel might end vLLM instead.
     sizeLimit: {{ addf (mulf $config.arena_gb 1024) 64 | ceil | int64 }}Mi
 - name: socket
   emptyDir:

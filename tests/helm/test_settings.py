@@ -1,0 +1,100 @@
+"""The settings files and variables of the chart are what the services' own settings models take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from lmcache_servicekit.settings import ServiceSettings, load_settings
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MODELS = {
+    "storage": ("lmcache_storage.settings", "StorageSettings"),
+    "lookup": ("lmcache_lookup.settings", "LookupSettings"),
+    "broker": ("lmcache_broker.settings", "BrokerSettings"),
+    "sidecar": ("lmcache_sidecar.settings", "SidecarSettings"),
+}
+FIELDS = {"metadata.name": "cache-pod-0", "status.podIP": "10.1.2.3", "spec.nodeName": "node-1"}
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """The container's variables as the kubelet would set them."""
+    values: dict[str, str] = {}
+    for one in container["env"]:
+        source = one.get("valueFrom", {})
+        if "fieldRef" in source:
+            text = FIELDS.get(source["fieldRef"]["fieldPath"], "")
+        elif "secretKeyRef" in source:
+            text = "redis://from-a-secret:6379/0" if "url" in source["secretKeyRef"]["key"] else "secret"
+        else:
+            text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], one["value"])
+        values[one["name"]] = text
+    return values
+
+
+def settings_of(rendering: Rendering, service: str, folder: Path) -> tuple[ServiceSettings, Manifest]:
+    """What the service would start with, and the container."""
+    module, name = MODELS[service]
+    model: type[ServiceSettings] = getattr(pytest.importorskip(module), name)
+    container, pod = next(
+        (container, dict(rendering.pods())[where.rpartition("/")[0]])
+        for where, container in rendering.containers()
+        if where.endswith(f"/{service}")
+    )
+    config = next(volume for volume in pod["volumes"] if volume["name"] == "config")["configMap"]["name"]
+    text = rendering.get("ConfigMap", config.removeprefix("cache-lmcache-"))["data"]["config.yaml"]
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_settings(model, path, environment(container)), container
+
+
+@pytest.mark.parametrize("case", ["models", "no-auth", "existing-secrets"])
+@pytest.mark.parametrize("service", sorted(MODELS))
+def test_services_take_their_settings(chart: Chart, service: str, case: str, tmp_path: Path) -> None:
+    settings, container = settings_of(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"), service, tmp_path)
+    assert container["args"] == ["--config", "/etc/lmcache/config.yaml"]
+    assert settings.instance_id == "cache-pod-0"
+    assert settings.allow_anonymous == (case == "no-auth")
+    ports = {port["containerPort"] for port in container["ports"]}
+    opened = {getattr(settings, name, None) for name in ("port", "lm_port", "health_port")} - {None}
+    assert ports == opened - ({settings.port} if service == "sidecar" else set())
+    for name in ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "disk_path", "arena_path", "socket_path"):
+        path = getattr(settings, name, None)
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert path is None or any(str(path).startswith(mount) for mount in mounts), f"{name}={path} is on no volume"
+
+
+@pytest.mark.parametrize("service", sorted(MODELS))
+def test_services_take_ipv6_addresses(chart: Chart, service: str, tmp_path: Path) -> None:
+    model = [{"name": "tiny", "model": "example/tiny-llama"}]
+    settings, _ = settings_of(chart.render({"models": model, "network.ipFamily": "IPv6"}), service, tmp_path)
+    assert settings.host == ("127.0.0.1" if service == "sidecar" else "::")
+
+
+def test_the_sidecar_serves_the_tenant_of_its_token(chart: Chart, tmp_path: Path) -> None:
+    model = [{"name": "tiny", "model": "example/tiny-llama"}]
+    settings, _ = settings_of(chart.render({"models": model, "auth.tenant": "team-a"}), "sidecar", tmp_path)
+    assert getattr(settings, "tenant", None) == "team-a"
+
+
+def test_secret_files_are_mounted_where_the_settings_look(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render(None, chart.path / "ci" / "models-values.yaml")
+    for service in MODELS:
+        settings, container = settings_of(rendering, service, tmp_path)
+        pod = next(pod for _, pod in rendering.pods() if container in [*pod.get("initContainers", []), *pod["containers"]])
+        volume = next(volume for volume in pod["volumes"] if volume["name"] == "credentials")
+        mounted = {item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]}
+        named = {Path(value).name for name, value in settings.model_dump(mode="json").items() if name.endswith("_file") and value}
+        assert mounted == named, service
+
+
+def test_every_option_in_values_is_one(chart: Chart) -> None:
+    values = yaml.safe_load((chart.path / "values.yaml").read_text(encoding="utf-8"))
+    for service, (module, name) in MODELS.items():
+        model: type[ServiceSettings] = getattr(pytest.importorskip(module), name)
+        assert set(values[service]["config"]) <= set(model.model_fields), service
