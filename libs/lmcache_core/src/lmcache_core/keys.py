@@ -23,6 +23,7 @@ _CHUNK_ID_TAG = b"lmcache/chunk-id/1\0"
 _LENGTH = struct.Struct("<H")
 _NUMBERS = struct.Struct("<II")
 _NUM_TEXT_PARTS = 5
+_MAX_NUMBER_DIGITS = len(str(2**32 - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class CacheEngineKey:
         """Unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian uint32.
 
         Raises:
-            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or a number does not fit.
+            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key is longer than
+                `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
         parts = [_CANONICAL_MAGIC, _field("fmt", self.fmt), _field("model_name", self.model_name)]
         try:
@@ -58,7 +60,10 @@ class CacheEngineKey:
             raise IdentityError(f"world_size={self.world_size!r}, worker_id={self.worker_id!r}: need integers in 0 … 2^32-1") from exc
         parts.append(_field("chunk_hash", self.chunk_hash))
         parts.append(_field("group", self.group))
-        return b"".join(parts)
+        data = b"".join(parts)
+        if len(data) > MAX_CANONICAL_KEY_BYTES:
+            raise IdentityError(f"key has {len(data)} bytes; the limit is {MAX_CANONICAL_KEY_BYTES}")
+        return data
 
     @classmethod
     def from_canonical(cls, data: bytes) -> CacheEngineKey:
@@ -82,7 +87,11 @@ class CacheEngineKey:
         return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
 
     def to_string(self) -> str:
-        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and control characters escaped."""
+        """Readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`, `%` and control characters escaped.
+
+        Raises:
+            IdentityError: A field is no Unicode text.
+        """
         parts = [_escape(self.fmt), _escape(self.model_name), str(self.world_size), str(self.worker_id), _escape(self.chunk_hash)]
         if self.group:
             parts.append(_escape(self.group))
@@ -97,10 +106,13 @@ class CacheEngineKey:
         """
         parts = text.split("@")
         if len(parts) not in (_NUM_TEXT_PARTS, _NUM_TEXT_PARTS + 1):
-            raise IdentityError(f"key {text!r}: expected fmt@model@world_size@worker_id@chunk_hash")
-        if not (parts[2].isascii() and parts[2].isdigit() and parts[3].isascii() and parts[3].isdigit()):
-            raise IdentityError(f"key {text!r}: world_size and worker_id must be decimal numbers")
-        names = [unquote(part) for part in (parts[0], parts[1], *parts[4:])]
+            raise IdentityError(f"key {text[:80]!r}: expected fmt@model@world_size@worker_id@chunk_hash")
+        if not all(part.isascii() and part.isdigit() and len(part) <= _MAX_NUMBER_DIGITS for part in parts[2:4]):
+            raise IdentityError(f"key {text[:80]!r}: world_size and worker_id must be decimal numbers up to 2^32-1")
+        try:
+            names = [unquote(part, errors="strict") for part in (parts[0], parts[1], *parts[4:])]
+        except UnicodeDecodeError as exc:
+            raise IdentityError(f"key {text[:80]!r}: an escape is not UTF-8") from exc
         return cls(names[0], names[1], int(parts[2]), int(parts[3]), *names[2:])
 
     def to_url(self) -> str:
@@ -140,7 +152,10 @@ DEFAULT_TENANT = "default"
 
 
 def _field(name: str, text: str) -> bytes:
-    data = text.encode("utf-8", errors="strict")
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise IdentityError(f"key field {name}={text[:80]!r} is not Unicode text: {exc.reason}") from exc
     if len(data) > MAX_KEY_FIELD_BYTES:
         raise IdentityError(f"key field {name} has {len(data)} bytes; the limit is {MAX_KEY_FIELD_BYTES}")
     return _LENGTH.pack(len(data)) + data
@@ -156,4 +171,7 @@ def _read_field(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _escape(text: str) -> str:
-    return quote(text, safe="/:+= ,()[]")
+    try:
+        return quote(text, safe="/:+= ,()[]")
+    except UnicodeEncodeError as exc:
+        raise IdentityError(f"key field {text[:80]!r} is not Unicode text: {exc.reason}") from exc
