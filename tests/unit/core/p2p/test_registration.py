@@ -20,6 +20,7 @@ class FakeBroker(BrokerClient):
         self.loads: list[float] = []
         self.num_calls = 0
         self.drained = False
+        self.heeds_wishes = True
 
     async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False) -> Lease:
         self.num_calls += 1
@@ -27,7 +28,7 @@ class FakeBroker(BrokerClient):
             raise UnavailableError("away")
         self.loads.append(load)
         self.known[peer.id] = draining
-        return Lease(self.ttl_ms, draining or self.drained)
+        return Lease(self.ttl_ms, (draining and self.heeds_wishes) or self.drained)
 
     async def deregister(self, instance_id: str) -> None:
         if self.away:
@@ -106,6 +107,21 @@ async def test_drain_does_not_wait_for_the_next_renewal() -> None:
     await until(lambda: broker.known == {"a": False})
     registration.drain()
     await until(lambda: broker.known == {"a": True})
+    await registration.close()
+
+
+async def test_a_drain_survives_the_answer_to_an_earlier_renewal() -> None:
+    """Also that of an older broker, which does not know the wish."""
+    broker = FakeBroker()
+    broker.heeds_wishes = False
+    registration = PeerRegistration(broker, PEER, ttl_ms=150)
+    await registration.open()
+    await until(lambda: registration.registered)
+    registration.drain()
+    num_calls = broker.num_calls
+    await until(lambda: broker.num_calls >= num_calls + 3)
+    assert registration.draining
+    assert broker.known == {"a": True}
     await registration.close()
 
 
