@@ -1,0 +1,253 @@
+"""The tiers as one: order, promotion, deadlines, background writes. The slower tier is a real disk tier, made slow or dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+ARENA_BYTES = 1 << 20
+CHUNK_BYTES = 1000
+
+
+class Disk(LocalDiskBackend):
+    """A disk tier that can be told to be slow or away."""
+
+    delay_s = 0.0
+    is_away = False
+    num_puts = 0
+
+    async def _suffer(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.is_away:
+            raise UnavailableError("away")
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._suffer()
+        return await super().batched_contains(keys)
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        results = await super().batched_get(keys, allocate)
+        try:
+            await self._suffer()
+        except BaseException:
+            for result in results:
+                if isinstance(result, Chunk):
+                    result.release()
+            raise
+        return results
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        await self._suffer()
+        self.num_puts += len(chunks)
+        return await super().batched_put(chunks)
+
+
+class Listener:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[ChunkKey, str]] = []
+
+    def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
+        assert num_bytes > CHUNK_BYTES
+        self.heard.append((key, tier))
+
+
+@pytest.fixture
+def arena() -> ArenaAllocator:
+    return ArenaAllocator.anonymous(ARENA_BYTES)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "disk", 1 << 22)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+async def stack(arena: ArenaAllocator, disk: Disk, listener: Listener) -> AsyncIterator[TierStack]:
+    made = TierStack(LocalCPUBackend(arena, create_policy()), [disk], listener=listener)
+    await made.open()
+    yield made
+    await made.close()
+    arena.check_integrity()
+    assert arena.used_bytes == 0, "somebody kept a reference"
+
+
+async def put(stack: TierStack, *names: str) -> list[bool]:
+    chunks = [make_chunk(name, allocate=stack.allocate) for name in names]
+    kept = await stack.batched_put(chunks)
+    for chunk in chunks:
+        chunk.release()
+    return kept
+
+
+def payloads(results: list[Result]) -> list[bytes | MissReason]:
+    seen: list[bytes | MissReason] = []
+    for result in results:
+        if isinstance(result, Miss):
+            seen.append(result.reason)
+        else:
+            seen.append(bytes(result.memory.byte_array))
+            result.release()
+    return seen
+
+
+def tiers(results: list[Result]) -> list[str]:
+    return [result.tier for result in results if isinstance(result, Chunk)]
+
+
+async def test_what_is_put_is_hot_at_once_and_on_disk_soon(stack: TierStack, disk: Disk, listener: Listener) -> None:
+    assert await put(stack, "a", "b") == [True, True]
+    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [make_payload("a"), make_payload("b")]
+    assert await stack.drain(5.0)
+    assert stack.num_pending_bytes == 0
+    assert await disk.batched_contains([make_key("a"), make_key("b")]) == [True, True]
+    assert set(listener.heard) == {(make_key(n), t) for n in "ab" for t in ("Hot", "LocalDiskBackend")}
+
+
+async def test_what_comes_from_below_is_kept_hot(stack: TierStack) -> None:
+    await put(stack, "a")
+    await stack.drain(5.0)
+    stack.hot.clear_now()
+    first = await stack.batched_get([make_key("a")])
+    assert tiers(first) == ["LocalDiskBackend"]
+    assert payloads(first) == [make_payload("a")]
+    second = await stack.batched_get([make_key("a")])
+    assert tiers(second) == ["Hot"]
+    assert payloads(second) == [make_payload("a")]
+
+
+async def test_nothing_behind_a_gap_is_given_back(stack: TierStack) -> None:
+    await put(stack, "a", "c")
+    keys = [make_key(name) for name in "abc"]
+    assert payloads(await stack.batched_get(keys, prefix_only=True)) == [
+        make_payload("a"),
+        MissReason.NEVER_STORED,
+        MissReason.NEVER_STORED,
+    ]
+    assert payloads(await stack.batched_get(keys)) == [make_payload("a"), MissReason.NEVER_STORED, make_payload("c")]
+
+
+async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) -> None:
+    await put(stack, "a")
+    await stack.drain(5.0)
+    assert await stack.batched_tiers([make_key("a"), make_key("b")]) == ["Hot", None]
+    stack.hot.clear_now()
+    assert await stack.batched_tiers([make_key("a")], search_range=["Hot"]) == [None]
+    assert await stack.batched_tiers([make_key("a")]) == ["LocalDiskBackend"]
+    assert payloads(await stack.batched_get([make_key("a")], search_range=["Hot"])) != [make_payload("a")]
+
+
+async def test_a_slow_tier_is_a_miss_at_the_deadline(stack: TierStack, disk: Disk) -> None:
+    await put(stack, "a", "b")
+    await stack.drain(5.0)
+    stack.hot.clear_now()
+    await put(stack, "a")
+    disk.delay_s = 30.0
+    begin = asyncio.get_running_loop().time()
+    results = payloads(await stack.batched_get([make_key("a"), make_key("b")], timeout_s=0.2))
+    assert asyncio.get_running_loop().time() - begin < 5.0
+    assert results == [make_payload("a"), MissReason.DEADLINE]
+    assert await stack.batched_tiers([make_key("b")], timeout_s=0.1) == [None]
+    disk.delay_s = 0.0
+
+
+async def test_a_dead_tier_is_a_miss(stack: TierStack, disk: Disk) -> None:
+    await put(stack, "a")
+    disk.is_away = True
+    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [make_payload("a"), MissReason.UNAVAILABLE]
+    assert await stack.batched_tiers([make_key("b")]) == [None]
+
+
+async def test_a_cancelled_read_gives_its_memory_back(stack: TierStack, disk: Disk, arena: ArenaAllocator) -> None:
+    await put(stack, "a", "b")
+    await stack.drain(5.0)
+    stack.hot.clear_now()
+    await put(stack, "a")
+    await stack.drain(5.0)
+    used = arena.used_bytes
+    disk.delay_s = 30.0
+    reading = asyncio.create_task(stack.batched_get([make_key("a"), make_key("b")]))
+    await asyncio.sleep(0.1)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert arena.used_bytes == used
+    disk.delay_s = 0.0
+
+
+async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierStack, disk: Disk) -> None:
+    disk.delay_s = 30.0
+    names = [f"n{i}" for i in range(400)]
+    assert all(await put(stack, *names[:200]))
+    assert all(await put(stack, *names[200:]))
+    figures = stack.stats()["LocalDiskBackend"]
+    assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 4
+    assert figures["dropped_writes"] > 0
+    assert not await stack.drain(0.05)
+    disk.delay_s = 0.0
+
+
+async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -> None:
+    disk.is_away = True
+    await put(stack, "a", "b", "c")
+    assert await stack.drain(5.0)
+    assert stack.stats()["LocalDiskBackend"]["failed_writes"] == 3
+    assert disk.num_puts == 0
+
+
+async def test_a_tier_that_is_not_written_to_gets_nothing(arena: ArenaAllocator, disk: Disk) -> None:
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], written=[])
+    await stack.open()
+    await put(stack, "a")
+    assert await stack.drain(1.0)
+    assert disk.num_puts == 0
+    await stack.close()
+    assert arena.used_bytes == 0
+
+
+async def test_without_a_hot_tier_chunks_only_pass_through(arena: ArenaAllocator, disk: Disk) -> None:
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
+    await stack.open()
+    assert await put(stack, "a") == [True]
+    await stack.drain(5.0)
+    assert arena.used_bytes == 0
+    results = await stack.batched_get([make_key("a")])
+    assert tiers(results) == ["LocalDiskBackend"]
+    assert payloads(results) == [make_payload("a")]
+    assert arena.used_bytes == 0
+    await stack.close()
+
+
+async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierStack) -> None:
+    is_open = True
+    store = LocalStore(stack, lambda: is_open)
+    chunk = make_chunk("a", allocate=store.allocate)
+    assert await store.put(chunk)
+    chunk.release()
+    assert await store.contains([make_key("a"), make_key("b")]) == [True, False]
+    assert payloads(await store.get([make_key("a")])) == [make_payload("a")]
+    is_open = False
+    assert store.allocate(10) is None
+    other = make_chunk("b")
+    assert not await store.put(other)
+    assert payloads(await store.get([make_key("a")])) == [make_payload("a")]
+    assert await store.remove([make_key("a")]) == 1
