@@ -32,6 +32,12 @@ def render(chart: Chart, case: str, helm: str = "helm4") -> Rendering:
     return chart.render(None, CASES[case], helm=helm)
 
 
+@both_helms
+def test_lint_of_the_library(chart: Chart, helm: str) -> None:
+    answer = chart.run("lint", "--strict", str(chart.path.parent / "lmcache-common"), helm=helm)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
 def test_the_matrix_is_there() -> None:
     assert set(CASES) >= {"default", "minimal", "external-redis", "ha", "models", "no-auth", "existing-secrets", "placement"}
 

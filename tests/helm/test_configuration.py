@@ -150,6 +150,7 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "an unknown name in a model": ({"models": [MODEL | {"gpus": 1}]}, "gpus"),
     "a model without a name": ({"models": [{"model": "example/tiny"}]}, "name"),
     "a model's name that is no label": ({"models": [MODEL | {"name": "Tiny_1"}]}, "name"),
+    "root": ({"security.runAsUser": 0}, "runAsUser"),
     "a digest that is none": ({"broker.image.digest": "sha256:12"}, "digest"),
     "two Redis": ({"externalRedis.url": "redis://r:6379"}, "set redis.enabled=false"),
     "two external Redis": (

@@ -72,7 +72,7 @@ def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
 
 
 def test_the_cluster_may_choose_the_user(chart: Chart) -> None:
-    rendering = chart.render({"security.runAsUser": 0})
+    rendering = chart.render({"security.runAsUser": None})
     assert all("runAsUser" not in container["securityContext"] for _, container in rendering.containers())
     assert all(not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod["securityContext"]) for _, pod in rendering.pods())
 
