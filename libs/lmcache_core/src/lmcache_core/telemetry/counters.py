@@ -21,6 +21,7 @@ class Counters:
             amount: By how much, 0 or more.
             label: Value of the counter's label (tier or reason), "" for none.
         """
+        assert amount >= 0, f"{name} cannot fall by {-amount}"
         with self._lock:
             self._values[name, label] += amount
 

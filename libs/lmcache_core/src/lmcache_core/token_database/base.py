@@ -12,6 +12,9 @@ from lmcache_core.keys import CacheEngineKey
 if TYPE_CHECKING:
     import torch
 
+MAX_CONTENT_HASH_BYTES = 255
+MAX_SPAN_TOKENS = 0xFFFFFFFF
+
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
@@ -20,12 +23,21 @@ class MultimodalSpan:
     Attributes:
         content_hash: Hash of the content, 1 to 255 bytes; two contents never share one.
         offset: First placeholder token.
-        length: Number of placeholder tokens.
+        length: Number of placeholder tokens, at least 1.
+
+    Raises:
+        ValueError: A field is outside its range.
     """
 
     content_hash: bytes
     offset: int
     length: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.content_hash) <= MAX_CONTENT_HASH_BYTES:
+            raise ValueError(f"content_hash has {len(self.content_hash)} bytes; it must have 1 to {MAX_CONTENT_HASH_BYTES}")
+        if self.offset < 0 or not 1 <= self.length <= MAX_SPAN_TOKENS:
+            raise ValueError(f"offset={self.offset}, length={self.length}: a span covers at least one token of the sequence")
 
 
 class TokenDatabase(ABC):
