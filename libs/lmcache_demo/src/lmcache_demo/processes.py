@@ -132,6 +132,7 @@ class Processes:
         """
         config = self._directory / f"{name}.json"
         port_file = self._directory / f"{name}.ports"
+        port_file.unlink(missing_ok=True)  # a process of that name that was killed has left its own
         config.write_text(json.dumps(settings, default=str), encoding="utf-8")
         process = self.start(name, module, ["--config", str(config), "--port-file", str(port_file)])
         deadline = time.monotonic() + START_TIMEOUT_S

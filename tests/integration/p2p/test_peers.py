@@ -1,0 +1,155 @@
+"""Chunks from a peer: real lookup, broker and sidecars, in processes of their own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
+from lmcache_demo.processes import Process, Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.sidecar import engine_at
+
+NUM_TOKENS = 4 * CHUNK_SIZE
+
+
+@dataclass
+class Sidecar:
+    process: Process
+    socket: Path
+    port: int
+
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
+            body: dict[str, Any] = json.loads(response.read())
+            return body
+
+
+class Neighbourhood:
+    """Lookup, broker, and sidecars that know both."""
+
+    def __init__(self, processes: Processes, directory: Path) -> None:
+        self._processes = processes
+        self._directory = directory
+        self.ticket_keys = directory / "ticket-keys"
+        self.ticket_keys.write_text(f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
+        self.lookup, ports = processes.start_service("lookup", "lmcache_lookup", {"port": 0})
+        self.lookup_url = f"http://127.0.0.1:{ports['port']}"
+        settings = {"port": 0, "ticket_keys_file": self.ticket_keys}
+        self.broker, ports = processes.start_service("broker", "lmcache_broker", settings)
+        self.broker_url = f"http://127.0.0.1:{ports['port']}"
+
+    def sidecar(self, name: str, **options: Any) -> Sidecar:
+        sidecar = self.guarded_sidecar(name, **options)
+        eventually(lambda: sidecar.get("/v1/status")["registered"])
+        return sidecar
+
+    def guarded_sidecar(self, name: str, **options: Any) -> Sidecar:
+        """One whose REST may need a token that the test does not show."""
+        settings = {
+            "port": 0,
+            "lm_port": 0,
+            "instance_id": name,
+            "socket_path": self._directory / f"{name}.sock",
+            "arena_path": self._directory / f"{name}-arena",
+            "arena_gb": 0.01,
+            "lookup_url": self.lookup_url,
+            "broker_url": self.broker_url,
+            "ticket_keys_file": self.ticket_keys,
+        }
+        process, ports = self._processes.start_service(name, "lmcache_sidecar", settings | options)
+        return Sidecar(process, self._directory / f"{name}.sock", ports["port"])
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
+    with Processes(tmp_path, quiet_environment()) as processes:
+        yield Neighbourhood(processes, tmp_path)
+    assert processes.num_alive == 0
+
+
+def store_at(sidecar: Sidecar, seed: int = 1) -> None:
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens_of(NUM_TOKENS, seed), kvcaches=random_kv(NUM_TOKENS, seed))
+    eventually(lambda: sidecar.get("/v1/status")["settled"])
+
+
+def test_a_chunk_comes_from_a_peer_and_is_hot_afterwards(neighbourhood: Neighbourhood) -> None:
+    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
+    store_at(a)
+    tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
+    with engine_at(b.socket) as engine:
+        assert engine.lookup(tokens, ["Hot"]) == 0
+        assert engine.lookup(tokens, ["P2PBackend"]) == NUM_TOKENS
+        assert engine.retrieve(tokens, kvcaches=target).all()
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert engine.lookup(tokens, ["Hot"]) == NUM_TOKENS
+    assert_equal_prefix(target, kv, NUM_TOKENS)
+    eventually(lambda: b.get("/v1/status")["settled"])
+
+
+def test_a_dead_peer_is_a_miss_and_never_a_wait(neighbourhood: Neighbourhood) -> None:
+    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
+    store_at(a)
+    a.process.kill()
+    with engine_at(b.socket) as engine:
+        begin = time.monotonic()
+        assert not engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=empty_kv(NUM_TOKENS)).any()
+        assert time.monotonic() - begin < 5.0
+
+
+@pytest.mark.parametrize("victim", ["lookup", "broker"])
+def test_without_lookup_or_broker_memory_goes_on(neighbourhood: Neighbourhood, victim: str) -> None:
+    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
+    store_at(a)
+    getattr(neighbourhood, victim).kill()
+    tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
+    with engine_at(b.socket) as engine:
+        assert not engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).any()
+        engine.store(tokens, kvcaches=kv)
+        assert engine.retrieve(tokens, kvcaches=target).all()
+    assert_equal_prefix(target, kv, NUM_TOKENS)
+
+
+def test_a_restarted_peer_is_not_believed_to_hold_what_it_lost(neighbourhood: Neighbourhood) -> None:
+    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
+    store_at(a)
+    a.process.kill()
+    (neighbourhood.ticket_keys.parent / "a.sock").unlink(missing_ok=True)
+    neighbourhood.sidecar("a")
+    with engine_at(b.socket) as engine:
+        assert engine.lookup(tokens_of(NUM_TOKENS)) == 0, "the new incarnation of a holds nothing"
+
+
+def test_a_peer_that_shares_no_ticket_key_is_not_served(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+    """With tokens configured, only a broker's ticket opens the lm port to a peer without one."""
+    tokens_file = tmp_path / "tokens.yaml"
+    tokens_file.write_text("tokens:\n  - {name: nobody-here, tenant: default, role: client, token: correct-horse-battery-staple}\n")
+    other_keys = tmp_path / "other-keys"
+    other_keys.write_text(f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
+    good = neighbourhood.guarded_sidecar("good", auth_tokens_file=tokens_file)
+    bad = neighbourhood.guarded_sidecar("bad", auth_tokens_file=tokens_file, ticket_keys_file=other_keys)
+    reader = neighbourhood.sidecar("reader")
+    for sidecar, seed, expected in ((good, 5, NUM_TOKENS), (bad, 6, 0)):
+        with engine_at(sidecar.socket) as engine:
+            engine.store(tokens_of(NUM_TOKENS, seed), kvcaches=random_kv(NUM_TOKENS, seed))
+        with engine_at(reader.socket) as engine:
+            eventually(lambda engine=engine, seed=seed: engine.lookup(tokens_of(NUM_TOKENS, seed), ["P2PBackend"]) == NUM_TOKENS)
+            assert int(engine.retrieve(tokens_of(NUM_TOKENS, seed), kvcaches=empty_kv(NUM_TOKENS)).sum()) == expected
