@@ -22,11 +22,8 @@ BANNED_MODULE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 UNSAFE_IMPORTS = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec"}
 
-# Where any exception may be caught: the task supervisor, degrading wrappers, the ASGI boundary.
-BROAD_EXCEPT_PLACES = {
-    "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",
-    "services/servicekit/src/lmcache_servicekit/problems.py",
-}
+# Where any exception may be caught and not raised again: the task supervisor.
+BROAD_EXCEPT_PLACES = {"libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py"}
 # Who may read the environment: settings and the engine's config.
 ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config\.py)$")
 # Constructors whose parameters the documented API fixes.
