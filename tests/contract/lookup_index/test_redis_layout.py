@@ -13,7 +13,8 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
 from lmcache_lookup.index.packing import PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
-from lmcache_lookup.index.redis_index import CLIENT_ERRORS, RedisIndex, RedisIndexOptions
+from lmcache_lookup.index.redis_connection import CLIENT_ERRORS
+from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 

@@ -92,7 +92,8 @@ async def test_lease_and_events() -> None:
 
 
 async def test_ending_a_lease_that_is_gone_is_fine() -> None:
-    await ask(httpx.Response(404, json={}), lambda c: c.end_instance("pod-1"))
+    _, request = await ask(httpx.Response(404, json={}), lambda c: c.end_instance("pod-1", incarnation=3))
+    assert (request.method, str(request.url)) == ("DELETE", "http://lookup:8081/v1/instances/pod-1?incarnation=3")
 
 
 async def test_a_refusal_is_quoted_without_secrets() -> None:

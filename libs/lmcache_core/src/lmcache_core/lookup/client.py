@@ -106,13 +106,18 @@ class LookupClient:
         body = LeaseRequest(incarnation, kind, ttl_ms)
         return self._http.decode(await self._http.call("PUT", _instance_path(instance_id), body), InstanceLease)
 
-    async def end_instance(self, instance_id: str) -> None:
+    async def end_instance(self, instance_id: str, *, incarnation: int | None = None) -> None:
         """End an instance's lease; none is fine too.
+
+        Args:
+            instance_id: Which instance.
+            incarnation: Leave the lease alone if it belongs to another life of the instance.
 
         Raises:
             UnavailableError: The service did not answer, or refused.
         """
-        await self._http.call("DELETE", _instance_path(instance_id), absent_ok=True)
+        query = "" if incarnation is None else f"?incarnation={incarnation}"
+        await self._http.call("DELETE", f"{_instance_path(instance_id)}{query}", absent_ok=True)
 
     async def send_events(self, instance_id: str, *, incarnation: int, first_sequence: int, events: Sequence[StoreEvent]) -> EventsAck:
         """Report stores and removals.

@@ -135,7 +135,7 @@ class InstanceReporter:
             return
         self._lease_ends = float("-inf")
         try:
-            await self._client.end_instance(self._instance_id)
+            await self._client.end_instance(self._instance_id, incarnation=self._last_incarnation)
         except UnavailableError as exc:
             logger.info("instance %s leaves its lookup lease to run out: %s", self._instance_id, exc)
 

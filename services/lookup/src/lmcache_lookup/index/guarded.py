@@ -12,6 +12,7 @@ from lmcache_core.wire.backoff import Backoff
 
 from lmcache_lookup.index.base import EventBatch, IndexStats, InstanceStatus, LeaseClaim, LeaseState, LookupIndex
 
+FAILURES_BEFORE_PAUSE: Final = 3
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class GuardedIndex(LookupIndex):
-    """Passes calls on; after a failure none for a while, twice as long after each further one, up to two seconds.
+    """Passes calls on; after three failures in a row none for a while, twice as long after each further one, up to two seconds.
 
     `ping` is passed on always, and its success lets calls through again.
 
@@ -31,6 +32,7 @@ class GuardedIndex(LookupIndex):
     def __init__(self, inner: LookupIndex, backoff: Backoff | None = None) -> None:
         self._inner = inner
         self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, time.monotonic)
+        self._num_failures = 0
         self.name = inner.name
 
     async def open(self) -> None:
@@ -97,7 +99,10 @@ class GuardedIndex(LookupIndex):
         try:
             result = await call
         except UnavailableError:
-            self._backoff.failed()
+            self._num_failures += 1
+            if self._num_failures >= FAILURES_BEFORE_PAUSE:
+                self._backoff.failed()
             raise
+        self._num_failures = 0
         self._backoff.succeeded()
         return result

@@ -6,7 +6,6 @@ version changed or a lease in it may have run out.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import defaultdict
@@ -14,12 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import redis.asyncio as redis_asyncio
-from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
+from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
@@ -47,15 +42,11 @@ from lmcache_lookup.index.packing import (
     pack_identity,
     unpack_holders,
 )
+from lmcache_lookup.index.redis_connection import Argument, RedisConnection
 
 T = TypeVar("T")
-_Arg = bytes | str | int
 
-MAX_CONNECTIONS: Final = 64
 SWEEP_PAGE_CHUNKS: Final = 1024
-
-# Everything that redis-py and the sockets below it raise.
-CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 _NO_TABLE: Final = LiveTable(b"", stale_at=float("-inf"))
 
@@ -96,35 +87,25 @@ class RedisIndex(LookupIndex):
         self._clock = clock
         self._table = _NO_TABLE
         self._sweep_positions = itertools.cycle(range(NUM_BUCKETS))
-        try:
-            self._redis: redis_asyncio.Redis = redis_asyncio.Redis.from_url(
-                url,
-                # One immediate second try: connections of the pool that a restarted Redis has dropped fail on first use.
-                retry=Retry(NoBackoff(), 1),
-                socket_connect_timeout=options.write_timeout_s,
-                socket_timeout=options.write_timeout_s,
-                max_connections=MAX_CONNECTIONS,
-            )
-        except ValueError:
-            raise ConfigError("redis_url cannot be read; write redis://[user:password@]host:port[/database]") from None
-        self._scripts = {text: self._redis.register_script(text) for text in scripts.ALL}
+        self._connection = RedisConnection(url, options.write_timeout_s)
+        self._redis = self._connection.client
 
     async def open(self) -> None:
         """Connections are made when they are needed."""
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._redis.aclose()
+        await self._connection.close()
 
     async def ping(self) -> None:
         """See `LookupIndex.ping`."""
-        await self._within(self._options.read_timeout_s, _reply(self._redis.ping()))
+        await self._connection.within(self._options.read_timeout_s, _reply(self._redis.ping()))
 
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         """See `LookupIndex.renew`."""
         field = lease_field(owner, claim.instance)
-        argv: list[_Arg] = [field, _text(claim.incarnation), claim.kind, claim.ttl_ms, self._options.max_instances]
-        next_sequence, resync, taken = await self._write(self._run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY], argv))
+        argv: list[Argument] = [field, _text(claim.incarnation), claim.kind, claim.ttl_ms, self._options.max_instances]
+        next_sequence, resync, taken = await self._write(self._connection.run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY], argv))
         if not taken:
             raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
         return LeaseState(next_sequence, bool(resync))
@@ -132,7 +113,7 @@ class RedisIndex(LookupIndex):
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
         """See `LookupIndex.end`."""
         argv = [lease_field(owner, instance), "" if incarnation is None else _text(incarnation)]
-        return bool(await self._write(self._run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
+        return bool(await self._write(self._connection.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
 
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
         """See `LookupIndex.apply`.
@@ -144,7 +125,7 @@ class RedisIndex(LookupIndex):
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
-        return await self._within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
+        return await self._connection.within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
 
     async def instances(self, owner: str) -> list[InstanceStatus]:
         """See `LookupIndex.instances`."""
@@ -175,7 +156,7 @@ class RedisIndex(LookupIndex):
         for bucket in range(NUM_BUCKETS):
             pipeline.unlink(bucket_key(tenant, bucket))
         await self._write(pipeline.execute())
-        await self._write(self._run(scripts.RESYNC, [LEASES_KEY], [tenant]))
+        await self._write(self._connection.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
 
     async def sweep(self) -> int:
         """See `LookupIndex.sweep`: looks at one bucket of every tenant a call."""
@@ -192,31 +173,23 @@ class RedisIndex(LookupIndex):
 
     async def _apply(self, owner: str, batch: EventBatch) -> LeaseState:
         field, incarnation = lease_field(owner, batch.instance), _text(batch.incarnation)
-        argv: list[_Arg] = [field, incarnation, batch.first_sequence]
-        next_sequence, resync, number = await self._run(scripts.CHECK, [LEASES_KEY], argv)
+        argv: list[Argument] = [field, incarnation, batch.first_sequence]
+        next_sequence, resync, number = await self._connection.run(scripts.CHECK, [LEASES_KEY], argv)
         fresh = batch.events[next_sequence - batch.first_sequence :] if not resync else []
         if not fresh:
             return LeaseState(next_sequence, bool(resync))
         await self._update_buckets(number, batch.incarnation, fresh)
         tenants = sorted({event.tenant for event in fresh})
         argv = [field, incarnation, batch.first_sequence + len(batch.events), *tenants]
-        next_sequence, resync = await self._run(scripts.COMMIT, [LEASES_KEY, TENANTS_KEY], argv)
+        next_sequence, resync = await self._connection.run(scripts.COMMIT, [LEASES_KEY, TENANTS_KEY], argv)
         return LeaseState(next_sequence, bool(resync))
 
     async def _update_buckets(self, number: int, incarnation: int, events: Sequence[IndexEvent]) -> None:
-        by_key: defaultdict[str, list[bytes | str]] = defaultdict(list)
+        by_key: defaultdict[str, list[Argument]] = defaultdict(lambda: [self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK])
         for event in events:
             holder = pack_holder(PackedHolder(number, incarnation, event.size_bytes, event.tier))
-            by_key[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [event.chunk_id, holder, str(int(event.op == "store"))]
-        sha = self._scripts[scripts.UPDATE].sha
-
-        async def write() -> None:
-            pipeline = self._redis.pipeline(transaction=False)
-            for key, triples in by_key.items():
-                pipeline.execute_command("EVALSHA", sha, 1, key, self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK, *triples)
-            await pipeline.execute()
-
-        await self._with_scripts(write)
+            by_key[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [event.chunk_id, holder, int(event.op == "store")]
+        await self._connection.run_many(scripts.UPDATE, list(by_key.items()))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         buckets = _by_bucket(chunk_ids)
@@ -243,7 +216,7 @@ class RedisIndex(LookupIndex):
 
     async def _load_table(self) -> LiveTable:
         asked_at = self._clock()
-        self._table = LiveTable.from_reply(await self._run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], []), asked_at)
+        self._table = LiveTable.from_reply(await self._connection.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], []), asked_at)
         return self._table
 
     async def _sweep_bucket(self, key: str) -> int:
@@ -258,32 +231,12 @@ class RedisIndex(LookupIndex):
                     for packed in unpack_holders(value):
                         if (packed.number, packed.incarnation) not in alive:
                             dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
-                num_swept += await self._write(self._run(scripts.PRUNE, [key], dead)) if dead else 0
+                num_swept += await self._write(self._connection.run(scripts.PRUNE, [key], dead)) if dead else 0
             if cursor == 0:
                 return num_swept
 
-    async def _run(self, script: str, keys: list[str], argv: Sequence[_Arg]) -> Any:
-        """Run a script by its digest; redis-py sends the text where Redis has forgotten it."""
-        return await self._scripts[script](keys, argv)
-
-    async def _with_scripts(self, call: Callable[[], Awaitable[None]]) -> None:
-        """A pipeline cannot send the text of a script that Redis has forgotten; load it, then try once more."""
-        try:
-            await call()
-        except NoScriptError:
-            await self._redis.script_load(scripts.UPDATE)
-            await call()
-
     async def _write(self, call: Awaitable[T]) -> T:
-        return await self._within(self._options.write_timeout_s, call)
-
-    async def _within(self, timeout_s: float, call: Awaitable[T]) -> T:
-        """The one place where the client library's errors become ours; their texts may hold addresses, so only their kind is kept."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except CLIENT_ERRORS as exc:
-            raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
+        return await self._connection.within(self._options.write_timeout_s, call)
 
 
 def _by_bucket(chunk_ids: Sequence[bytes]) -> dict[int, list[int]]:

@@ -1,0 +1,87 @@
+"""Lookup and broker run where torch is not installed: in an environment that has only the distributions they name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import Distribution, PathDistribution, distributions
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fixtures.service_process import running_service
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
+SERVICES = {"lmcache_lookup": "lmcache-lookup", "lmcache_broker": "lmcache-broker"}
+SETTINGS = {"lmcache_lookup": {"LMCACHE_LOOKUP_PORT": "0"}, "lmcache_broker": {"LMCACHE_BROKER_PORT": "0"}}
+OURS = {
+    "lmcache-core": "libs/lmcache_core/src",
+    "lmcache-servicekit": "services/servicekit/src",
+    "lmcache-lookup": "services/lookup/src",
+    "lmcache-broker": "services/p2p_broker/src",
+}
+
+
+@pytest.mark.parametrize("package", sorted(SERVICES))
+def test_starts_without_torch(package: str, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "venv", SERVICES[package])
+    seen = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, check=False)
+    assert "No module named 'torch'" in seen.stderr
+    assert subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False).returncode != 0
+    with (
+        running_service(package, tmp_path, SETTINGS[package], python) as service,
+        httpx.Client(base_url=service.url, trust_env=False, timeout=10) as client,
+    ):
+        assert client.get("/healthz").json() == {"status": "ok"}
+        assert client.get("/readyz").status_code == 200
+        assert client.get("/v1/stats").status_code == 200
+
+
+def make_environment(directory: Path, distribution: str) -> Path:
+    """A virtual environment with what `distribution` requires, transitively and without extras, and nothing else.
+
+    Installing would take a network; links to what is installed here show the same files under the same names.
+    """
+    venv.create(directory, with_pip=False, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    target = directory / "lib" / version / "site-packages"
+    needed = closure(distribution)
+    (target / "ours.pth").write_text("".join(f"{ROOT / OURS[name]}\n" for name in sorted(needed & OURS.keys())))
+    for found in distributions(path=[str(SITE_PACKAGES)]):
+        if canonical(found.name) in needed - OURS.keys():
+            link(found, target)
+    return directory / "bin" / "python"
+
+
+def closure(distribution: str) -> set[str]:
+    """Names of all distributions that `distribution` requires, itself included."""
+    installed = {canonical(found.name): found for found in distributions(path=[str(SITE_PACKAGES)])}
+    needed: set[str] = set()
+    waiting = [distribution]
+    while waiting:
+        name = waiting.pop()
+        if name in needed or name not in installed:
+            continue
+        needed.add(name)
+        wanted = [text for text in installed[name].requires or [] if "extra ==" not in text]
+        waiting += [canonical(re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]) for text in wanted]
+    return needed
+
+
+def link(found: Distribution, target: Path) -> None:
+    """Link the top-level entries that a distribution brought to its site-packages."""
+    assert isinstance(found, PathDistribution)
+    tops = {Path(str(file)).parts[0] for file in found.files or []} - {"..", "__pycache__"}
+    for top in tops:
+        source, place = SITE_PACKAGES / top, target / top
+        if source.exists() and not place.exists():
+            place.symlink_to(source)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
