@@ -1,0 +1,30 @@
+"""The storage's app."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from lmcache_servicekit.app import BodyBounds, create_service_app
+
+from lmcache_storage.admin.routes import router as admin_router
+from lmcache_storage.chunks.routes import router as chunks_router
+from lmcache_storage.lifespan import lifespan
+from lmcache_storage.problems import PROBLEMS
+from lmcache_storage.settings import StorageSettings
+
+RECORD_PATHS = "/v1/chunks/"
+
+
+def create_app(settings: StorageSettings) -> FastAPI:
+    """Build the app; its lifespan opens everything.
+
+    Raises:
+        ConfigError: The token file cannot be read.
+    """
+    return create_service_app(
+        settings,
+        "lmcache-storage",
+        lifespan=lifespan,
+        routers=[chunks_router, admin_router],
+        bodies=BodyBounds(overrides={RECORD_PATHS: settings.max_record_bytes}),
+        problems=PROBLEMS,
+    )

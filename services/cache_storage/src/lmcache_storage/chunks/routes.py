@@ -1,0 +1,82 @@
+"""`/v1/chunks`: store, read, ask, remove, list. All in the namespace of the caller's tenant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from lmcache_servicekit.auth import ClientPrincipal
+
+from lmcache_storage.chunks.bodies import RecordBody
+from lmcache_storage.chunks.responses import RECORD_TYPE, RecordResponse, RecordsResponse
+from lmcache_storage.chunks.schemas import MAX_URL_KEY_CHARS, HeldChunk, HeldChunks, Keys, Present
+from lmcache_storage.chunks.service import chunk_keys
+from lmcache_storage.dependencies import Parts
+
+MAX_PAGE = 1000
+
+PathKey = Annotated[str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")]
+RECORD_CONTENT = {"content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+
+router = APIRouter(prefix="/v1", tags=["chunks"])
+
+
+@router.put(
+    "/chunks/{key}",
+    status_code=201,
+    response_class=Response,
+    openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
+    responses={201: {"description": "Kept"}, 204: {"description": "It was here already"}},
+)
+async def put_chunk(key: PathKey, body: RecordBody, principal: ClientPrincipal, parts: Parts) -> Response:
+    """Keep one record. Its key is that of the path, and it is verified before it is kept."""
+    is_new = await parts.chunks.put(principal.tenant, key, body)
+    return Response(status_code=201 if is_new else 204)
+
+
+@router.get("/chunks/{key}", response_class=Response, responses={200: {"description": "The record", **RECORD_CONTENT}})
+async def get_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+    """Read one record."""
+    return RecordResponse(await parts.chunks.get(principal.tenant, key), parts.chunks.limits)
+
+
+@router.head("/chunks/{key}", response_class=Response)
+async def head_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+    """Ask for one chunk without reading it."""
+    await parts.chunks.check(principal.tenant, key)
+    response = Response(media_type=RECORD_TYPE)
+    del response.headers["content-length"]
+    return response
+
+
+@router.delete("/chunks/{key}", status_code=204, response_class=Response)
+async def delete_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+    """Forget one chunk."""
+    await parts.chunks.remove(principal.tenant, key)
+    return Response(status_code=204)
+
+
+@router.post("/chunks:contains")
+async def contains(keys: Keys, principal: ClientPrincipal, parts: Parts) -> Present:
+    """Ask for many chunks at once."""
+    return Present(present=await parts.chunks.contains(principal.tenant, keys.keys))
+
+
+@router.post("/chunks:get", response_class=Response, responses={200: {"description": "Records back to back", **RECORD_CONTENT}})
+async def get_chunks(keys: Keys, principal: ClientPrincipal, parts: Parts) -> Response:
+    """Read many records at once. Chunks that are not here are left out; each record names its key."""
+    return RecordsResponse(parts.chunks.store, chunk_keys(principal.tenant, keys.keys), parts.chunks.limits)
+
+
+@router.get("/chunks")
+async def list_chunks(
+    principal: ClientPrincipal,
+    parts: Parts,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+) -> HeldChunks:
+    """A page of the caller's chunks, ordered by key."""
+    held = parts.holdings(principal.tenant)
+    end = offset + limit
+    page = [HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held[offset:end]]
+    return HeldChunks(chunks=page, next_offset=end if end < len(held) else None)

@@ -1,0 +1,145 @@
+"""What both doors (REST and lm://) serve, and REST's way through it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from lmcache_core.errors import CapacityError, RecordError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
+from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.wire import ServedStore, ServerLimits
+from lmcache_servicekit.errors import NotFoundError
+
+from lmcache_storage.problems import DrainingError, SlowClientError
+
+
+class Gate:
+    """Whether new chunks are taken. Once closed it stays closed."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+
+    def is_open(self) -> bool:
+        """Whether new chunks are taken."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Take no more."""
+        self._is_open = False
+
+
+class ChunkService:
+    """Chunks of authenticated tenants, from and to REST.
+
+    Args:
+        store: Where they are; the lm:// server serves the same one.
+        gate: Closed while this instance drains.
+        limits: How slow a client may be; the lm:// server has the same ones.
+    """
+
+    def __init__(self, store: ServedStore, gate: Gate, limits: ServerLimits) -> None:
+        self.store = store
+        self.gate = gate
+        self.limits = limits
+
+    async def put(self, tenant: str, url_key: str, body: AsyncIterator[bytes]) -> bool:
+        """Keep the record that a body brings; its payload goes straight into the arena and is verified there.
+
+        Args:
+            tenant: Who stores it.
+            url_key: Its key, in URL spelling.
+            body: The record, in pieces of any size.
+
+        Returns:
+            Whether the chunk is new here.
+
+        Raises:
+            IdentityError: That is no key.
+            RecordError: The body is not one intact record of that key.
+            CapacityError: There is no room for it.
+            DrainingError: This instance takes no new chunks.
+            SlowClientError: The body did not arrive in time.
+        """
+        key = _chunk_key(tenant, url_key)
+        if not self.gate.is_open():
+            raise DrainingError("this instance is draining")
+        chunk = await self._receive(key, body)
+        try:
+            [was_there] = await self.store.contains([key])
+            if not await self.store.put(chunk):
+                raise CapacityError(f"no room for a record of {chunk.num_bytes} bytes")
+        finally:
+            chunk.release()
+        return not was_there
+
+    async def get(self, tenant: str, url_key: str) -> Chunk:
+        """One chunk; the caller owns it.
+
+        Raises:
+            IdentityError: That is no key.
+            NotFoundError: It is not served; the text says why.
+        """
+        [result] = await self.store.get([_chunk_key(tenant, url_key)])
+        if isinstance(result, Miss):
+            raise NotFoundError(f"the chunk is not served: {result.reason}")
+        return result
+
+    async def contains(self, tenant: str, url_keys: Sequence[str]) -> list[bool]:
+        """Which of them are here. Raises `IdentityError` for what is no key."""
+        return await self.store.contains(chunk_keys(tenant, url_keys))
+
+    async def check(self, tenant: str, url_key: str) -> None:
+        """Return if the chunk is here. Raises `IdentityError` or `NotFoundError`."""
+        [is_here] = await self.contains(tenant, [url_key])
+        if not is_here:
+            raise NotFoundError("the chunk is not here")
+
+    async def remove(self, tenant: str, url_key: str) -> None:
+        """Forget a chunk. Raises `IdentityError` or `NotFoundError`."""
+        if not await self.store.remove([_chunk_key(tenant, url_key)]):
+            raise NotFoundError("the chunk is not here")
+
+    async def _receive(self, key: ChunkKey, body: AsyncIterator[bytes]) -> Chunk:
+        records = RecordStream(body)
+        try:
+            async with asyncio.timeout(self.limits.transfer_s(0)):
+                head = await records.next_head()
+            if head is None:
+                raise RecordError(RecordReason.SHORT, "the body does not begin with the intact head of a record")
+            if head.header.key != key.key.canonical():
+                raise RecordError(RecordReason.WRONG_KEY, "the record has another key than the path")
+            async with asyncio.timeout(self.limits.transfer_s(head.payload_bytes)):
+                result = await records.chunk(key, self.store.allocate)
+            if isinstance(result, Miss):
+                raise _refusal(result, head.payload_bytes)
+            await self._expect_end(records, result)
+        except TimeoutError as exc:
+            raise SlowClientError("the rest of the body did not arrive in time") from exc
+        return result
+
+    async def _expect_end(self, records: RecordStream, chunk: Chunk) -> None:
+        try:
+            async with asyncio.timeout(self.limits.transfer_s(0)):
+                more = await records.next_head()
+            if more is not None or records.is_damaged:
+                raise RecordError(RecordReason.BOUNDS, "there are bytes behind the record")
+        except BaseException:
+            chunk.release()
+            raise
+
+
+def chunk_keys(tenant: str, url_keys: Sequence[str]) -> list[ChunkKey]:
+    """Keys of that tenant's namespace. Raises `IdentityError` for what is no key."""
+    return [_chunk_key(tenant, url_key) for url_key in url_keys]
+
+
+def _chunk_key(tenant: str, url_key: str) -> ChunkKey:
+    return ChunkKey(tenant, CacheEngineKey.from_url(url_key))
+
+
+def _refusal(miss: Miss, payload_bytes: int) -> RecordError | CapacityError:
+    if miss.reason is MissReason.NO_MEMORY:
+        return CapacityError(f"no room for a payload of {payload_bytes} bytes")
+    return RecordError(RecordReason.DIGEST, "the payload is not the one that the head describes")

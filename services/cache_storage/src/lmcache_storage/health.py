@@ -1,0 +1,53 @@
+"""What `/readyz` asks."""
+
+from __future__ import annotations
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.storage import LocalDiskBackend
+from lmcache_servicekit.health import HealthRegistry
+
+from lmcache_storage.parts import StorageParts
+from lmcache_storage.problems import DrainingError
+
+
+def add_health_checks(health: HealthRegistry, parts: StorageParts) -> None:
+    """Register the checks. Without disk, lookup or broker the storage still serves from memory: they only degrade it."""
+
+    async def stores() -> str:
+        if not parts.chunks.gate.is_open():
+            raise DrainingError("draining")
+        return "new chunks are taken"
+
+    async def arena() -> str:
+        figures = parts.stack.hot.stats()
+        return f"{figures['used_bytes']} of {figures['capacity_bytes']} bytes used"
+
+    async def lookup() -> str:
+        if parts.reporter is None or not parts.reporter.registered:
+            raise UnavailableError("not registered at lookup; others cannot find what is held here")
+        return "registered"
+
+    async def broker() -> str:
+        if parts.registration is None or not parts.registration.registered:
+            raise UnavailableError("not registered at the broker; others are not sent here")
+        return "registered"
+
+    health.add("stores", stores)
+    health.add("arena", arena)
+    for tier in parts.tiers:
+        if isinstance(tier, LocalDiskBackend):
+            _add_disk_check(health, tier)
+    if parts.reporter is not None:
+        health.add("lookup", lookup, required=False)
+    if parts.registration is not None:
+        health.add("broker", broker, required=False)
+
+
+def _add_disk_check(health: HealthRegistry, disk: LocalDiskBackend) -> None:
+    async def takes_writes() -> str:
+        figures = disk.stats()
+        if figures["is_failing"]:
+            raise UnavailableError("the disk does not take writes; new chunks are kept in memory only")
+        return "its directory is being read" if figures["is_loading"] else f"{figures['num_chunks']} chunks"
+
+    health.add("disk", takes_writes, required=False)

@@ -1,0 +1,110 @@
+"""Options of the storage."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.security import validate_tenant
+from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+BYTES_PER_GB = 1 << 30
+BYTES_PER_MB = 1 << 20
+
+
+class StorageSettings(ServiceSettings):
+    """Options of the storage; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
+
+    Attributes:
+        port: REST.
+        lm_host: Where to serve lm://.
+        lm_port: Port for lm://; 0 takes a free one.
+        memory_gb: Host memory for chunks, taken at the start.
+        disk_path: Directory of the disk tier, or none. One process owns it.
+        disk_gb: Disk space for chunks.
+        disk_fsync: Wait for the disk at each chunk, so that a power failure costs none.
+        max_record_mb: Largest record that is taken.
+        max_connections: lm:// connections at once.
+        lookup_url: The lookup service, which is told what this instance holds; or none.
+        broker_url: The broker, which is told that this instance serves; or none.
+        advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
+        service_token_file: Token that this service shows to lookup and broker.
+        tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs the role `admin`.
+        zone: Failure domain of this instance.
+        node: Machine of this instance.
+        tier_timeout_s: Longest wait on the disk for one request, seconds.
+        drain_timeout_s: How long pending writes may take at the end, seconds.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LMCACHE_STORAGE_")
+
+    port: Port = 8080
+    lm_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    lm_port: Port = 65432
+    memory_gb: float = Field(default=1.0, gt=0, le=65536)
+    disk_path: Path | None = None
+    disk_gb: float = Field(default=0.0, ge=0, le=1 << 20)
+    disk_fsync: bool = False
+    max_record_mb: int = Field(default=512, ge=1, le=4096)
+    max_connections: int = Field(default=256, ge=1, le=65536)
+    lookup_url: str | None = None
+    broker_url: str | None = None
+    advertise_url: str | None = None
+    service_token_file: Path | None = None
+    tenant: str = "default"
+    zone: str = Field(default="", max_length=253)
+    node: str = Field(default="", max_length=253)
+    tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
+    drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory_gb` in bytes."""
+        return int(self.memory_gb * BYTES_PER_GB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk_gb` in bytes."""
+        return int(self.disk_gb * BYTES_PER_GB)
+
+    @property
+    def max_record_bytes(self) -> int:
+        """`max_record_mb` in bytes."""
+        return self.max_record_mb * BYTES_PER_MB
+
+    @field_validator("tenant")
+    @classmethod
+    def _check_tenant(cls, value: str) -> str:
+        return validate_tenant(value)
+
+    @field_validator("advertise_url")
+    @classmethod
+    def _check_advertise_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_distributed_url(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> StorageSettings:
+        if (self.disk_path is None) != (self.disk_gb == 0):
+            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
+        if not is_loopback(self.lm_host) and self.auth_tokens_file is None and not self.allow_anonymous:
+            raise ValueError(
+                f"lm_host={self.lm_host!r} is reachable from other machines, but auth_tokens_file is not set: "
+                "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
+            )
+        if self.broker_url is not None and self.advertise_url is None and _is_unspecified(self.lm_host):
+            raise ValueError(
+                f"broker_url is set and lm_host={self.lm_host!r} is no address that others can reach: set advertise_url=lm://host:port"
+            )
+        return self
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
