@@ -76,9 +76,10 @@ def test_services_take_ipv6_addresses(chart: Chart, service: str, tmp_path: Path
     assert settings.host == ("127.0.0.1" if service == "sidecar" else "::")
 
 
-def test_the_sidecar_serves_the_tenant_of_its_token(chart: Chart, tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", ["storage", "sidecar"])
+def test_callers_know_the_tenant_of_their_token(chart: Chart, service: str, tmp_path: Path) -> None:
     model = [{"name": "tiny", "model": "example/tiny-llama"}]
-    settings, _ = settings_of(chart.render({"models": model, "auth.tenant": "team-a"}), "sidecar", tmp_path)
+    settings, _ = settings_of(chart.render({"models": model, "auth.tenant": "team-a"}), service, tmp_path)
     assert getattr(settings, "tenant", None) == "team-a"
 
 

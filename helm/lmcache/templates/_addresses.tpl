@@ -13,6 +13,19 @@
 {{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.network.ipFamily "IPv6") -}}
 {{- end -}}
 
+{{/* Where the pod runs, so that peers close by serve it. Takes: the part of the variables that names the service. */}}
+{{- define "lmcache.placeEnv" -}}
+- name: LMCACHE_{{ . }}_NODE
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+# Kubernetes puts this label on pods from 1.35 on; before that the zone is empty.
+- name: LMCACHE_{{ . }}_ZONE
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.labels['topology.kubernetes.io/zone']
+{{- end -}}
+
 {{/* Settings that name the other services. Takes: root. */}}
 {{- define "lmcache.peerSettings" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}

@@ -10,10 +10,7 @@ host: {{ include "lmcache.anyHost" . | quote }}
 port: {{ $ports.storage }}
 lm_host: {{ include "lmcache.anyHost" . | quote }}
 lm_port: {{ $ports.storageLm }}
-{{ include "lmcache.authSettings" . }}
-{{- if .root.Values.auth.enabled }}
-service_token_file: {{ include "lmcache.credentialsPath" . }}/storage-token
-{{- end }}
+{{ include "lmcache.callerSettings" (dict "root" .root "token" "storage-token") }}
 {{- include "lmcache.peerSettings" . }}
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache.storageDiskGb" . }}
@@ -54,11 +51,7 @@ health_host: {{ include "lmcache.anyHost" . | quote }}
 health_port: {{ $ports.sidecarHealth }}
 lm_host: {{ include "lmcache.anyHost" . | quote }}
 lm_port: {{ $ports.sidecarLm }}
-{{ include "lmcache.authSettings" . }}
-{{- if .root.Values.auth.enabled }}
-service_token_file: {{ include "lmcache.credentialsPath" . }}/sidecar-token
-tenant: {{ .root.Values.auth.tenant | quote }}
-{{- end }}
+{{ include "lmcache.callerSettings" (dict "root" .root "token" "sidecar-token") }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
 salt_file: {{ include "lmcache.credentialsPath" . }}/salt
 {{- if .root.Values.storage.enabled }}

@@ -12,14 +12,21 @@
 /run/secrets/lmcache
 {{- end -}}
 
-{{/*
-Settings of a server that checks tokens. Takes: root.
-*/}}
+{{/* Settings of a server that checks tokens. Takes: root. */}}
 {{- define "lmcache.authSettings" -}}
 {{- if .root.Values.auth.enabled -}}
 auth_tokens_file: {{ include "lmcache.credentialsPath" . }}/tokens.yaml
 {{- else -}}
 allow_anonymous: true
+{{- end }}
+{{- end -}}
+
+{{/* Settings of a server that also calls others, with a token of its own. Takes: root, token (its key in the Secret). */}}
+{{- define "lmcache.callerSettings" -}}
+{{ include "lmcache.authSettings" . }}
+{{- if .root.Values.auth.enabled }}
+service_token_file: {{ include "lmcache.credentialsPath" . }}/{{ .token }}
+tenant: {{ .root.Values.auth.tenant | quote }}
 {{- end }}
 {{- end -}}
 

@@ -37,15 +37,7 @@ name: {{ include "lmcache.modelName" . }}
       value: $(POD_NAME)
     - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
       value: lm://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
-    - name: LMCACHE_SIDECAR_NODE
-      valueFrom:
-        fieldRef:
-          fieldPath: spec.nodeName
-    # Kubernetes puts this label on pods from 1.35 on; before that the zone is empty.
-    - name: LMCACHE_SIDECAR_ZONE
-      valueFrom:
-        fieldRef:
-          fieldPath: metadata.labels['topology.kubernetes.io/zone']
+    {{- include "lmcache.placeEnv" "SIDECAR" | nindent 4 }}
     {{- with $sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -15,6 +15,7 @@
       value: $(POD_NAME)
     - name: LMCACHE_STORAGE_ADVERTISE_URL
       value: lm://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
+    {{- include "lmcache.placeEnv" "STORAGE" | nindent 4 }}
     {{- with .values.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
