@@ -210,7 +210,7 @@ async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -
     disk.is_away = True
     await put(stack, "a", "b", "c")
     assert await stack.drain(5.0)
-    assert stack.stats()["LocalDiskBackend"]["failed_writes"] == 3
+    assert stack.stats()["LocalDiskBackend"]["unkept_writes"] == 3
     assert disk.num_puts == 0
 
 

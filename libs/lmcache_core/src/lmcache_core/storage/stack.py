@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmcache_core.errors import UnavailableError
@@ -142,11 +142,13 @@ class TierStack:
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks in every tier of this stack; how many were in the one that held most."""
+        await self._forget_writes(frozenset(keys).__contains__)
         counts = [await tier.batched_remove(keys) for tier in (self.hot, *self.lower)]
         return max(counts, default=0)
 
     async def clear(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant) in every tier of this stack; how many were in the one that held most."""
+        await self._forget_writes(lambda key: tenant is None or key.tenant == tenant)
         counts = [await tier.clear(tenant) for tier in (self.hot, *self.lower)]
         return max(counts, default=0)
 
@@ -162,9 +164,12 @@ class TierStack:
             figures[name] |= {
                 "pending_write_bytes": writer.pending_bytes,
                 "dropped_writes": writer.num_dropped,
-                "failed_writes": writer.num_failed,
+                "unkept_writes": writer.num_failed,
             }
         return figures
+
+    async def _forget_writes(self, is_unwanted: Callable[[ChunkKey], bool]) -> None:
+        await asyncio.gather(*(writer.forget(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
 
     async def _ask(self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
         try:

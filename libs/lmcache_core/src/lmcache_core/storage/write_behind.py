@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_CHUNKS = 1024
 BATCH_CHUNKS = 16
+RESTART_S = 1.0
 
 
 class WriteBehind:
@@ -33,6 +35,8 @@ class WriteBehind:
         self._max_pending_bytes = max_pending_bytes
         self._on_written = on_written
         self._pending: deque[Chunk] = deque()
+        self._writing: list[Chunk] = []
+        self._written = asyncio.Event()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -43,7 +47,7 @@ class WriteBehind:
 
     def open(self) -> None:
         """Start the writer."""
-        self._tasks.start("writer", self._write_forever())
+        self._tasks.repeat("writer", self._write_forever, RESTART_S)
 
     def offer(self, chunk: Chunk) -> bool:
         """Take a reference on the chunk and write it soon; False (counted) when the bound is reached."""
@@ -57,6 +61,26 @@ class WriteBehind:
         self._idle.clear()
         self._wake.set()
         return True
+
+    async def forget(self, is_unwanted: Callable[[ChunkKey], bool], timeout_s: float) -> None:
+        """Write none of these chunks from here on: drop those that wait, and wait for those on their way to arrive.
+
+        Whoever removes chunks from the tier calls this first, or a write that was pending brings them back.
+
+        Args:
+            is_unwanted: Which chunks.
+            timeout_s: Longest wait for a write that is on its way.
+        """
+        pending, self._pending = self._pending, deque()
+        for chunk in pending:
+            if is_unwanted(chunk.key):
+                self._settle(chunk)
+            else:
+                self._pending.append(chunk)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(is_unwanted(chunk.key) for chunk in self._writing):
+                    await self._written.wait()
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False when that took longer than `timeout_s`."""
@@ -78,16 +102,20 @@ class WriteBehind:
 
     async def _write_forever(self) -> None:
         while True:
-            await self._wake.wait()
+            if not self._pending:
+                self._idle.set()
+                await self._wake.wait()
             self._wake.clear()
             while self._pending:
-                batch = [self._pending.popleft() for _ in range(min(BATCH_CHUNKS, len(self._pending)))]
+                self._writing = [self._pending.popleft() for _ in range(min(BATCH_CHUNKS, len(self._pending)))]
+                self._written.clear()
                 try:
-                    await self._write(batch)
+                    await self._write(self._writing)
                 finally:
+                    batch, self._writing = self._writing, []
+                    self._written.set()
                     for chunk in batch:
                         self._settle(chunk)
-            self._idle.set()
 
     async def _write(self, batch: list[Chunk]) -> None:
         kept = [False] * len(batch)

@@ -1,0 +1,114 @@
+"""What is removed stays removed, also where it was still to be written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.write_behind import BATCH_CHUNKS
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+NUM_CHUNKS = 3 * BATCH_CHUNKS
+
+
+class HeldDisk(LocalDiskBackend):
+    """A disk tier whose writes wait until they are let go, or fail as a bug would."""
+
+    bug: type[Exception] | None = None
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, 1 << 22)
+        self.may_write = asyncio.Event()
+        self.num_begun = 0
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        self.num_begun += len(chunks)
+        await self.may_write.wait()
+        if self.bug is not None:
+            raise self.bug
+        return await super().batched_put(chunks)
+
+
+@pytest.fixture
+async def disk(tmp_path: Path) -> HeldDisk:
+    return HeldDisk(tmp_path)
+
+
+@pytest.fixture
+async def stack(disk: HeldDisk) -> AsyncIterator[TierStack]:
+    arena = ArenaAllocator.anonymous(1 << 20)
+    made = TierStack(LocalCPUBackend(arena, create_policy()), [disk])
+    await made.open()
+    yield made
+    disk.may_write.set()
+    await made.close()
+    assert arena.used_bytes == 0, "somebody kept a reference"
+
+
+async def fill(stack: TierStack, disk: HeldDisk) -> None:
+    """Some chunks on their way to the disk, the others waiting."""
+    assert all(await stack.batched_put([make_chunk(i) for i in range(NUM_CHUNKS)]))
+    while not disk.num_begun:
+        await asyncio.sleep(0.001)
+    assert disk.num_begun == BATCH_CHUNKS
+
+
+async def held(stack: TierStack, disk: HeldDisk) -> set[int]:
+    assert await stack.drain(5.0)
+    keys = [make_key(i) for i in range(NUM_CHUNKS)]
+    hot, cold = stack.hot.contains_many(keys), await disk.batched_contains(keys)
+    assert hot == cold
+    return {i for i, has in enumerate(cold) if has}
+
+
+async def test_removal_overtakes_writes_that_wait_and_follows_those_on_their_way(stack: TierStack, disk: HeldDisk) -> None:
+    await fill(stack, disk)
+    removal = asyncio.ensure_future(stack.batched_remove([make_key(0), make_key(NUM_CHUNKS - 1)]))
+    await asyncio.sleep(0.01)
+    assert not removal.done(), "a write that is on its way would bring the chunk back"
+    disk.may_write.set()
+    assert await removal == 2
+    assert await held(stack, disk) == set(range(NUM_CHUNKS)) - {0, NUM_CHUNKS - 1}
+
+
+async def test_clear_leaves_nothing_behind(stack: TierStack, disk: HeldDisk) -> None:
+    await fill(stack, disk)
+    clearing = asyncio.ensure_future(stack.clear())
+    await asyncio.sleep(0)
+    disk.may_write.set()
+    assert await clearing == NUM_CHUNKS
+    assert await held(stack, disk) == set()
+
+
+async def test_clear_of_another_tenant_disturbs_no_writes(stack: TierStack, disk: HeldDisk) -> None:
+    await fill(stack, disk)
+    assert await stack.clear("somebody else") == 0
+    disk.may_write.set()
+    assert await held(stack, disk) == set(range(NUM_CHUNKS))
+
+
+async def test_a_stored_chunk_is_written_again_after_its_removal(stack: TierStack, disk: HeldDisk) -> None:
+    await fill(stack, disk)
+    disk.may_write.set()
+    await stack.batched_remove([make_key(0)])
+    assert await stack.batched_put([make_chunk(0)]) == [True]
+    assert await held(stack, disk) == set(range(NUM_CHUNKS))
+
+
+async def test_writing_goes_on_after_a_bug(stack: TierStack, disk: HeldDisk, caplog: pytest.LogCaptureFixture) -> None:
+    await fill(stack, disk)
+    disk.bug = ZeroDivisionError
+    disk.may_write.set()
+    while "periodic task" not in caplog.text:
+        await asyncio.sleep(0.001)
+    disk.bug = None
+    assert await stack.drain(5.0)
+    assert sum(await disk.batched_contains([make_key(i) for i in range(NUM_CHUNKS)])) == NUM_CHUNKS - BATCH_CHUNKS
