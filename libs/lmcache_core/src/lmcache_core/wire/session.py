@@ -38,8 +38,9 @@ class Session:
         self._stream = stream
         self._service = service
         self._limits = service.limits
-        self._requests = TaskSupervisor("lm-session", service.limits.max_in_flight)
+        self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)  # those that end are still counted there
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
+        self._num_underway = 0
         self._unstored: dict[int, Received] = {}
         self._tenant: str | None = None
         self._client = ""
@@ -67,7 +68,7 @@ class Session:
     def drain(self) -> None:
         """Take no more requests; the connection ends when those underway are answered."""
         self._is_draining = True
-        if not self._requests.num_tasks:
+        if not self._num_underway:
             self._stream.close()
 
     async def _greet(self) -> None:
@@ -105,7 +106,9 @@ class Session:
             async with asyncio.timeout(self._limits.transfer_s(header.blob_bytes)):
                 message = await self._stream.read_message(header)
                 refusal = await self._receive_record(header) if header.type is FrameType.PUT else None
-            self._requests.start(header.type.name, self._answer(header.correlation_id, message, refusal))
+            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message, refusal)):
+                raise UnavailableError("this session takes no more requests")
+            self._num_underway += 1
 
     async def _next_header(self) -> FrameHeader | None:
         """The next request's header; None when the session takes no more."""
@@ -114,7 +117,7 @@ class Session:
                 async with asyncio.timeout(self._limits.idle_timeout_s):
                     header = await self._stream.read_header()
             except TimeoutError:
-                if not self._requests.num_tasks or self._stream.num_staged:
+                if not self._num_underway or self._stream.num_staged:
                     raise
             else:
                 return header
@@ -144,7 +147,8 @@ class Session:
             raise
         finally:
             self._free_slots.release()
-            if self._is_draining and self._requests.num_tasks <= 1:
+            self._num_underway -= 1
+            if self._is_draining and not self._num_underway:
                 self._stream.close()
 
     async def _dispatch(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:

@@ -1,0 +1,263 @@
+"""What a client that breaks the protocol does to a server: it loses its connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
+from lmcache_core.wire import ServerLimits, messages
+from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
+from lmcache_core.wire.messages import build_frame
+
+from tests.fixtures.wire import Arena, MemoryStore, RawConnection, client_of, connected, keys_of, serving
+
+QUICK = ServerLimits(hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20)
+
+Attack = Callable[[RawConnection], Awaitable[object]]
+
+
+async def garbage(raw: RawConnection) -> None:
+    await raw.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+
+
+async def no_hello(raw: RawConnection) -> None:
+    await raw.say(1, messages.Ping())
+
+
+async def unknown_version(raw: RawConnection) -> None:
+    await raw.say(1, messages.Hello(2, 9, [], None, "new"))
+    header, message, _ = await raw.read()
+    assert header.correlation_id == 0
+    assert isinstance(message, messages.ErrorMessage)
+    assert message.code == "version"
+
+
+async def hello_twice(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(2, messages.Hello(1, 1, [], None, "again"))
+
+
+async def servers_frame(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(2, messages.Pong())
+
+
+async def old_correlation_id(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(5, messages.Ping())
+    await raw.say(5, messages.Ping())
+
+
+async def damaged_header(raw: RawConnection) -> None:
+    await raw.hello()
+    frame = bytearray(build_frame(2, messages.Ping()))
+    frame[9] ^= 1
+    await raw.send(bytes(frame))
+
+
+async def giant_meta(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.send(struct.pack("<4sB3sQIIQ", b"LMF1", 3, bytes(3), 2, 0xFFFFFFFF, 0, 0))
+
+
+async def giant_blob(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.send(struct.pack("<4sB3sQIIQ", b"LMF1", 8, bytes(3), 2, 1, 0, 1 << 63))
+
+
+async def too_many_keys(raw: RawConnection) -> None:
+    await raw.hello()
+    meta = b"\x91\xdc\x10\x00" + b"\xc4\x00" * 4096
+    await raw.send(build_header(FrameHeader(FrameType.CONTAINS, 2, len(meta), 0)), meta)
+
+
+async def meta_that_is_none(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.send(build_header(FrameHeader(FrameType.GET, 2, 8, 0)), b"\xc1" * 8)
+
+
+async def silence(raw: RawConnection) -> None:
+    """Says nothing at all."""
+
+
+async def silence_behind_hello(raw: RawConnection) -> None:
+    await raw.hello()
+
+
+async def half_a_header(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.send(build_frame(2, messages.Ping())[:20])
+
+
+async def half_a_meta(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.send(build_frame(2, messages.Contains([make_key(1).key.canonical()]))[:-5])
+
+
+async def half_a_blob(raw: RawConnection) -> None:
+    await raw.hello()
+    record = make_record("half", make_payload("half", 200_000))
+    await raw.send(build_frame(2, messages.Put(), len(record)), record[:100_000])
+
+
+async def drip(raw: RawConnection) -> None:
+    """A slow loris: a byte now and then."""
+    await raw.hello()
+    record = make_record("drip", make_payload("drip", 200_000))
+    await raw.send(build_frame(2, messages.Put(), len(record)))
+    for at in range(200):
+        await raw.send(record[at : at + 1])
+        await asyncio.sleep(0.01)
+
+
+async def half_a_frame_and_away(raw: RawConnection) -> None:
+    await half_a_blob(raw)
+    raw.writer.close()
+
+
+ATTACKS = [
+    garbage,
+    no_hello,
+    unknown_version,
+    hello_twice,
+    servers_frame,
+    old_correlation_id,
+    damaged_header,
+    giant_meta,
+    giant_blob,
+    too_many_keys,
+    meta_that_is_none,
+    silence,
+    silence_behind_hello,
+    half_a_header,
+    half_a_meta,
+    half_a_blob,
+    drip,
+    half_a_frame_and_away,
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
+    store, arena = MemoryStore(), Arena()
+    async with serving(store, QUICK) as server, client_of(server.port) as honest:
+        await honest.put([make_chunk(1)])
+        before = store.arena.allocator.used_bytes
+        async with connected(server.port) as raw:
+            with contextlib.suppress(ConnectionError):  # the server may hang up while we still talk
+                await attack(raw)
+            began = time.monotonic()
+            assert await raw.is_closed()
+            assert time.monotonic() - began < 3
+        [result] = await honest.get(keys_of(1), arena)
+        result.release()  # type: ignore[union-attr]
+        assert store.arena.allocator.used_bytes == before
+    arena.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("corrupt", lambda record: record[:-1] + bytes([record[-1] ^ 1])),
+        ("corrupt", lambda record: bytes([record[0] ^ 1]) + record[1:]),
+        ("corrupt", lambda record: record[:-1]),
+        ("corrupt", lambda record: record + b"\0"),
+        ("corrupt", lambda record: record[:10]),
+        ("corrupt", lambda record: b""),
+        ("corrupt", lambda record: bytes(len(record))),
+    ],
+)
+async def test_a_damaged_put_is_refused_and_the_connection_goes_on(name: str, damage: Callable[[bytes], bytes]) -> None:
+    store = MemoryStore()
+    async with serving(store) as server, connected(server.port) as raw:
+        await raw.hello()
+        await raw.say(2, messages.Put(), damage(make_record("a")))
+        assert (await raw.read())[1] == messages.PutOk(False, name)
+        assert not store.chunks
+        await raw.say(3, messages.Put(), make_record("a"))
+        assert (await raw.read())[1] == messages.PutOk(True, "")
+        assert len(store.chunks) == 1
+
+
+async def test_a_put_larger_than_the_limit_ends_the_connection() -> None:
+    async with serving(MemoryStore(), ServerLimits(max_blob_bytes=10_000)) as server, connected(server.port) as raw:
+        await raw.hello()
+        await raw.send(build_frame(2, messages.Put(), 10_001))
+        assert await raw.is_closed()
+
+
+async def test_a_put_is_answered_only_when_it_is_whole() -> None:
+    store = MemoryStore()
+    record = make_record("a", make_payload("a", 50_000))
+    async with serving(store) as server, connected(server.port) as raw:
+        await raw.hello()
+        await raw.send(build_frame(2, messages.Put(), len(record)), record[:-1])
+        await asyncio.sleep(0.05)
+        assert not store.chunks
+        assert not raw.reader._buffer  # type: ignore[attr-defined]
+        await raw.send(record[-1:])
+        assert (await raw.read())[1] == messages.PutOk(True, "")
+
+
+async def test_keys_that_are_none_fail_their_request_alone() -> None:
+    async with serving(MemoryStore()) as server, connected(server.port) as raw:
+        await raw.hello()
+        for correlation_id, message in enumerate(
+            (messages.Contains([b"x"]), messages.Get([b""], False, None), messages.Remove([b"LMK1"])), 2
+        ):
+            await raw.say(correlation_id, message)
+            header, answer, _ = await raw.read()
+            assert header.correlation_id == correlation_id
+            assert isinstance(answer, messages.ErrorMessage)
+            assert answer.code == "bad_request"
+        await raw.say(9, messages.Ping())
+        assert (await raw.read())[1] == messages.Pong()
+
+
+async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() -> None:
+    store = MemoryStore(32 << 20)
+    async with serving(store, QUICK) as server, client_of(server.port) as honest:
+        await honest.put([make_chunk(1, payload=make_payload(1, 8 << 20))])
+        async with connected(server.port) as raw:
+            await raw.hello()
+            raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            for correlation_id in range(2, 10):
+                await raw.say(correlation_id, messages.Get([make_key(1).key.canonical()], False, None))
+            chunk = next(iter(store.chunks.values()))
+            async with asyncio.timeout(5):
+                while chunk.memory.get_ref_count() > 1:
+                    await asyncio.sleep(0.02)
+            raw.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            assert await raw.is_closed()
+        await honest.ping()
+
+
+async def test_a_flood_of_requests_is_held_back() -> None:
+    store = MemoryStore()
+    store.gate = asyncio.Event()
+    async with serving(store, ServerLimits(max_in_flight=4)) as server, connected(server.port) as raw:
+        await raw.hello()
+        request = messages.Contains([make_key(i).key.canonical() for i in range(100)])
+        running = 0
+
+        async def count(keys: object) -> list[bool]:
+            nonlocal running
+            running += 1
+            assert store.gate is not None
+            await store.gate.wait()
+            running -= 1
+            return [False] * 100
+
+        store.contains = count  # type: ignore[method-assign]
+        flood = asyncio.create_task(raw.send(*(build_frame(i, request) for i in range(2, 400))))
+        await asyncio.sleep(0.1)
+        assert running == 4
+        store.gate.set()
+        for _ in range(2, 400):
+            assert isinstance((await raw.read())[1], messages.ContainsOk)
+        await flood

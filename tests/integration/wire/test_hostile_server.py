@@ -1,0 +1,326 @@
+"""What a server that lies does to a client: misses, in time, and no memory lost. Never a chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.testing.chunks import make_chunk, make_payload, make_record
+from lmcache_core.wire import messages
+from lmcache_core.wire.frames import HEADER_BYTES, FrameType, parse_header
+from lmcache_core.wire.messages import build_frame
+
+from tests.fixtures.wire import Arena, RawConnection, client_of, hostile_server, keys_of
+
+TIMEOUT_S = 0.4
+RECORD = make_record("a", make_payload("a", 20_000))
+
+Lie = Callable[[RawConnection, int], Awaitable[object]]
+
+
+async def answer_hello(raw: RawConnection) -> None:
+    header, _, _ = await raw.read()
+    await raw.say(header.correlation_id, messages.HelloOk(1, [], "liar", 128))
+
+
+async def forever(raw: RawConnection) -> None:
+    await raw.reader.read()
+
+
+def record_with(payload: bytes) -> bytes:
+    """The head of the record of "a" in front of another payload of the same length."""
+    return RECORD[: -len(payload)] + payload
+
+
+async def wrong_key(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(0), make_record("b"))
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def wrong_digest(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(0), record_with(bytes(20_000)))
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def truncated_record(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(0), RECORD[:-1])
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def surplus_bytes(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(0), RECORD + b"\0")
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def empty_record(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(0))
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def giant_payload_length(raw: RawConnection, request: int) -> None:
+    record = bytearray(RECORD)
+    struct.pack_into("<Q", record, 16, 1 << 62)
+    await raw.say(request, messages.ChunkHead(0), bytes(record))
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def giant_blob(raw: RawConnection, request: int) -> None:
+    await raw.send(build_frame(request, messages.ChunkHead(0), 4 << 30), RECORD[:24])
+    await forever(raw)
+
+
+async def blob_out_of_bounds(raw: RawConnection, request: int) -> None:
+    await raw.send(struct.pack("<4sB3sQIIQ", b"LMF1", 6, bytes(3), request, 2, 0, 1 << 63))
+    await forever(raw)
+
+
+async def short_body(raw: RawConnection, request: int) -> None:
+    await raw.send(build_frame(request, messages.ChunkHead(0), len(RECORD)), RECORD[:15_000])
+    await forever(raw)
+
+
+async def short_body_and_away(raw: RawConnection, request: int) -> None:
+    await raw.send(build_frame(request, messages.ChunkHead(0), len(RECORD)), RECORD[:15_000])
+
+
+async def half_a_header(raw: RawConnection, request: int) -> None:
+    await raw.send(build_frame(request, messages.ChunkHead(0), len(RECORD))[:11])
+    await forever(raw)
+
+
+async def drip(raw: RawConnection, request: int) -> None:
+    await raw.send(build_frame(request, messages.ChunkHead(0), len(RECORD)))
+    for at in range(len(RECORD)):
+        await raw.send(RECORD[at : at + 1])
+        await asyncio.sleep(0.01)
+
+
+async def endless_chunks(raw: RawConnection, request: int) -> None:
+    while True:
+        await raw.say(request, messages.ChunkHead(0), make_record("b"))
+        await asyncio.sleep(0)
+
+
+async def endless_garbage(raw: RawConnection, request: int) -> None:
+    while True:
+        await raw.send(b"LMF1" + bytes(4092))
+        await asyncio.sleep(0)
+
+
+async def endless_answers(raw: RawConnection, request: int) -> None:
+    while True:
+        await raw.say(request, messages.Pong())
+        await asyncio.sleep(0)
+
+
+async def index_out_of_range(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ChunkHead(100), RECORD)
+
+
+async def chunk_for_nobody(raw: RawConnection, request: int) -> None:
+    await raw.say(request + 77, messages.ChunkHead(0), RECORD)
+
+
+async def nothing_named(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.GetEnd([]))
+
+
+async def miss_out_of_range(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.GetEnd([(0, "never_stored"), (99, "never_stored")]))
+
+
+async def another_answer(raw: RawConnection, request: int) -> None:
+    await raw.say(request, messages.ContainsOk([True]))
+
+
+async def silence(raw: RawConnection, request: int) -> None:
+    await forever(raw)
+
+
+async def hang_up(raw: RawConnection, request: int) -> None:
+    """Says nothing and ends."""
+
+
+LIES: list[tuple[Lie, set[MissReason]]] = [
+    (wrong_key, {MissReason.IDENTITY}),
+    (wrong_digest, {MissReason.CORRUPT}),
+    (truncated_record, {MissReason.CORRUPT}),
+    (surplus_bytes, {MissReason.CORRUPT}),
+    (empty_record, {MissReason.CORRUPT}),
+    (giant_payload_length, {MissReason.CORRUPT}),
+    (giant_blob, {MissReason.DEADLINE}),
+    (blob_out_of_bounds, {MissReason.UNAVAILABLE}),
+    (short_body, {MissReason.DEADLINE}),
+    (short_body_and_away, {MissReason.UNAVAILABLE}),
+    (half_a_header, {MissReason.DEADLINE}),
+    (drip, {MissReason.DEADLINE}),
+    (endless_chunks, {MissReason.IDENTITY, MissReason.UNAVAILABLE}),
+    (endless_garbage, {MissReason.UNAVAILABLE}),
+    (endless_answers, {MissReason.UNAVAILABLE}),
+    (index_out_of_range, {MissReason.UNAVAILABLE}),
+    (chunk_for_nobody, {MissReason.UNAVAILABLE}),
+    (nothing_named, {MissReason.UNAVAILABLE}),
+    (miss_out_of_range, {MissReason.NEVER_STORED, MissReason.UNAVAILABLE}),
+    (another_answer, {MissReason.UNAVAILABLE}),
+    (silence, {MissReason.DEADLINE}),
+    (hang_up, {MissReason.UNAVAILABLE}),
+]
+
+
+@pytest.mark.parametrize(("lie", "reasons"), LIES, ids=[lie.__name__ for lie, _ in LIES])
+async def test_no_chunk_comes_of_it(lie: Lie, reasons: set[MissReason]) -> None:
+    arena = Arena()
+
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await lie(raw, header.correlation_id)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        began = asyncio.get_running_loop().time()
+        [result] = await client.get(keys_of("a"), arena, timeout_s=TIMEOUT_S)
+        assert asyncio.get_running_loop().time() - began < TIMEOUT_S + 1
+        assert isinstance(result, Miss)
+        assert result.reason in reasons
+        arena.check_empty()
+
+
+async def test_what_arrived_whole_before_the_lie_is_kept() -> None:
+    arena = Arena()
+
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, messages.ChunkHead(1), RECORD)
+        await raw.send(build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:-3])
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        first, second = await client.get(keys_of("x", "a"), arena, timeout_s=TIMEOUT_S)
+        assert first == Miss(MissReason.UNAVAILABLE)
+        assert isinstance(second, Chunk)
+        second.release()
+    arena.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (messages.HelloOk(2, [], "future", 128), VersionError),
+        (messages.ErrorMessage("version", "no"), VersionError),
+        (messages.ErrorMessage("authentication", "no"), AuthenticationError),
+        (messages.ErrorMessage("busy", "no"), UnavailableError),
+        (messages.ErrorMessage("a code of tomorrow", "no"), UnavailableError),
+        (messages.Pong(), ProtocolError),
+    ],
+)
+async def test_hello_may_be_refused(answer: messages.Message, error: type[Exception]) -> None:
+    async def behave(raw: RawConnection) -> None:
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, answer)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        with pytest.raises(error):
+            await client.ping()
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, b"LMF1"])
+async def test_what_is_no_lm_server_is_given_up(said: bytes) -> None:
+    async def behave(raw: RawConnection) -> None:
+        await raw.send(said)
+        await forever(raw)
+
+    async with hostile_server(behave) as port, client_of(port, connect_timeout_s=0.2) as client:
+        with pytest.raises((UnavailableError, ProtocolError)):
+            await client.ping()
+
+
+async def test_a_put_is_not_stored_unless_the_server_says_so() -> None:
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, messages.PutOk(False, "tomorrow's reason"))
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, messages.RemoveOk(1))
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        assert await client.put([make_chunk(1)]) == [False]
+        with pytest.raises(UnavailableError):
+            await client.put([make_chunk(1)])
+
+
+async def test_a_put_that_nobody_reads_ends_at_its_deadline() -> None:
+    arena = Arena(64 << 20)
+
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(30)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        chunk = make_chunk(1, payload=bytes(48 << 20), allocate=arena)
+        with pytest.raises(UnavailableError):
+            await client.put([chunk], timeout_s=TIMEOUT_S)
+        assert not client.is_connected
+        chunk.release()
+    arena.check_empty()
+
+
+async def test_wrong_numbers_of_booleans_are_refused() -> None:
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, messages.ContainsOk([True]))
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        with pytest.raises(ProtocolError):
+            await client.contains(keys_of(1, 2))
+
+
+async def test_a_cancelled_call_whose_frame_stands_still_gives_its_memory_back_at_once() -> None:
+    arena = Arena()
+    half = asyncio.Event()
+
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await raw.send(build_frame(header.correlation_id, messages.ChunkHead(0), len(RECORD)), RECORD[:15_000])
+        half.set()
+        await forever(raw)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        task = asyncio.create_task(client.get(keys_of("a"), arena))
+        await half.wait()
+        while not arena.allocator.used_bytes:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        arena.check_empty()
+        assert client.is_connected
+        with pytest.raises(UnavailableError):
+            await client.ping(timeout_s=0.2)
+        assert not client.is_connected, "nobody waits for the half frame, and it holds up everybody"
+
+
+async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
+    seen: list[tuple[FrameType, int]] = []
+
+    async def behave(raw: RawConnection) -> None:
+        while True:
+            header = parse_header(await raw.reader.readexactly(HEADER_BYTES))
+            seen.append((header.type, header.correlation_id))
+            await raw.reader.readexactly(header.meta_bytes + header.blob_bytes)
+            if header.type is FrameType.HELLO:
+                await raw.say(header.correlation_id, messages.HelloOk(1, [], "", 128))
+            else:
+                await raw.say(header.correlation_id, messages.Pong() if header.type is FrameType.PING else messages.RemoveOk(0))
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        await client.ping()
+        await client.remove(keys_of(1))
+        await client.ping()
+    assert seen == [(FrameType.HELLO, 1), (FrameType.PING, 2), (FrameType.REMOVE, 3), (FrameType.PING, 4)]

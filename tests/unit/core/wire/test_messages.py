@@ -1,0 +1,97 @@
+"""The MessagePack part of frames."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from lmcache_core.errors import ProtocolError
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
+from lmcache_core.wire import messages
+from lmcache_core.wire.frames import HEADER_BYTES, MAX_META_BYTES, FrameType, parse_header
+from lmcache_core.wire.messages import MAX_BATCH_KEYS, Message, build_frame, parse_meta
+
+SAMPLES = [
+    (messages.Hello(1, 1, ["later"], None, "me"), [1, 1, ["later"], None, "me"]),
+    (messages.Hello(1, 3, [], "secret", ""), [1, 3, [], "secret", ""]),
+    (messages.HelloOk(1, [], "it", 128), [1, [], "it", 128]),
+    (messages.Contains([b"a", b"b"]), [[b"a", b"b"]]),
+    (messages.ContainsOk([True, False]), [[True, False]]),
+    (messages.Get([b"a"], True, None), [[b"a"], True, None]),
+    (messages.Get([b"a"], False, "ticket"), [[b"a"], False, "ticket"]),
+    (messages.ChunkHead(5), [5]),
+    (messages.GetEnd([(0, "never_stored")]), [[[0, "never_stored"]]]),
+    (messages.Put(), []),
+    (messages.PutOk(False, "corrupt"), [False, "corrupt"]),
+    (messages.Remove([]), [[]]),
+    (messages.RemoveOk(3), [3]),
+    (messages.Ping(), []),
+    (messages.Pong(), []),
+    (messages.ErrorMessage("busy", "later"), ["busy", "later"]),
+]
+
+
+@pytest.mark.parametrize(("message", "plain"), SAMPLES)
+def test_meta_is_the_documented_array(message: Message, plain: list[object]) -> None:
+    frame = build_frame(1, message, 7 if message.frame_type in (FrameType.PUT, FrameType.CHUNK) else 0)
+    header = parse_header(frame[:HEADER_BYTES])
+    meta = frame[HEADER_BYTES:]
+    assert (header.type, header.meta_bytes) == (message.frame_type, len(meta))
+    assert msgspec.msgpack.decode(meta) == plain
+    assert parse_meta(header.type, meta) == message
+
+
+def test_every_type_of_frame_has_a_message() -> None:
+    assert {message.frame_type for message, _ in SAMPLES} == set(FrameType)
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "plain"),
+    [
+        (FrameType.CONTAINS, [[b""] * (MAX_BATCH_KEYS + 1)]),
+        (FrameType.CONTAINS, [[bytes(MAX_CANONICAL_KEY_BYTES + 1)]]),
+        (FrameType.CONTAINS, [["text"]]),
+        (FrameType.CONTAINS, []),
+        (FrameType.CONTAINS, [[], 1]),
+        (FrameType.CONTAINS, {"keys": []}),
+        (FrameType.CONTAINS, 7),
+        (FrameType.CHUNK, [-1]),
+        (FrameType.CHUNK, [MAX_BATCH_KEYS]),
+        (FrameType.CHUNK, [True]),
+        (FrameType.GET, [[], 1, None]),
+        (FrameType.GET, [[], True, "t" * 4097]),
+        (FrameType.GET_END, [[[0, "x" * 129]]]),
+        (FrameType.GET_END, [[[0]]]),
+        (FrameType.GET_END, [[[0, "a", "b"]]]),
+        (FrameType.HELLO, [1, 70000, [], None, ""]),
+        (FrameType.HELLO, [1, 1, [], "t" * 513, ""]),
+        (FrameType.HELLO, [1, 1, ["x"] * 33, None, ""]),
+        (FrameType.HELLO_OK, [1, [], "", 0]),
+        (FrameType.HELLO_OK, [1, [], "", MAX_BATCH_KEYS + 1]),
+        (FrameType.REMOVE_OK, [-1]),
+        (FrameType.PUT, [1]),
+        (FrameType.PING, [None]),
+        (FrameType.ERROR, ["code", "m" * 513]),
+    ],
+)
+def test_what_breaks_a_bound_is_refused(frame_type: FrameType, plain: object) -> None:
+    with pytest.raises(ProtocolError):
+        parse_meta(frame_type, msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize("meta", [b"", b"\xc1", b"\x91", b"\x92\xa1\xff\xa0", b"\x91\x93\xc4", bytes([0x91] * 5000) + b"\xc0", b"\x90\x90"])
+@pytest.mark.parametrize("frame_type", FrameType)
+def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_meta(frame_type, meta)
+
+
+def test_messages_that_cross_versions_may_carry_more() -> None:
+    assert parse_meta(FrameType.HELLO, msgspec.msgpack.encode([1, 9, [], None, "x", "new"])) == messages.Hello(1, 9, [], None, "x")
+    assert parse_meta(FrameType.HELLO_OK, msgspec.msgpack.encode([1, [], "x", 4, {}])) == messages.HelloOk(1, [], "x", 4)
+    assert parse_meta(FrameType.ERROR, msgspec.msgpack.encode(["c", "m", 1])) == messages.ErrorMessage("c", "m")
+
+
+def test_the_largest_request_fits_its_bound() -> None:
+    keys = [bytes(MAX_CANONICAL_KEY_BYTES)] * MAX_BATCH_KEYS
+    frame = build_frame(1, messages.Get(keys, True, "t" * 4096))
+    assert parse_header(frame[:HEADER_BYTES]).meta_bytes < MAX_META_BYTES
