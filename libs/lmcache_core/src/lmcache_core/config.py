@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -30,8 +31,11 @@ REMOTE_SERDES = ("naive", "torch", "safetensor", "fast", "cachegen")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 LEGACY_BACKENDS = ("cpu", "local_disk", "local_cpu_disk", "remote", "local_cpu_remote", "local_disk_remote", "local_cpu_disk_remote")
 DEFAULT_DISK_PATH = "file:///var/lib/lmcache/disk"
+DEFAULT_DISK_GB = 5.0
 _OTHER_ENV_NAMES = frozenset({CONFIG_FILE_ENV, "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE"})
-_SERVICE_LINK = re.compile(r"^tcp://|^udp://")
+# What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so: LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://…
+_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True)
@@ -84,38 +88,75 @@ class LMCacheEngineConfig:
         for name, holds, wanted in _CHECKS:
             value = getattr(self, name)
             if not holds(value):
-                raise ConfigError(f"{name}={value!r}: must be {wanted}")
+                raise ConfigError(f"{name}={_shown(name, value)}: must be {wanted}")
         if self.local_disk is not None and self.max_local_disk_size <= 0:
             raise ConfigError(f"local_disk={self.local_disk!r} needs max_local_disk_size > 0 (GB); it is {self.max_local_disk_size}")
         if self.enable_blending:
             raise ConfigError("enable_blending=True: blending is not available in this release; set it to False")
 
     @staticmethod
-    def from_defaults(**options: Any) -> LMCacheEngineConfig:
-        """The documented defaults, changed by `options`.
+    def from_defaults(
+        chunk_size: int = 256,
+        local_cpu: bool = True,
+        max_local_cpu_size: float = 5.0,
+        local_disk: str | None = None,
+        max_local_disk_size: float = 0,
+        remote_url: str | None = "lm://localhost:65432",
+        remote_serde: str | None = "naive",
+        save_decode_cache: bool = False,
+        enable_blending: bool = False,
+        blend_recompute_ratio: float = 0.15,
+        blend_min_tokens: int = 256,
+        enable_p2p: bool = False,
+        lookup_url: str | None = None,
+        distributed_url: str | None = None,
+        error_handling: bool = False,
+        **options: Any,
+    ) -> LMCacheEngineConfig:
+        """The documented defaults; `options` are further attributes of this class.
 
         Raises:
             ConfigError: An option is unknown or its value impossible.
         """
-        return _build({**_DEFAULTS, **options}, "from_defaults")
+        return _build(_flat(locals()), "from_defaults")
 
     @staticmethod
-    def from_legacy(backend: str = "cpu", **options: Any) -> LMCacheEngineConfig:
+    def from_legacy(
+        chunk_size: int = 256,
+        backend: str = "cpu",
+        remote_url: str | None = "lm://localhost:65432",
+        remote_serde: str | None = "naive",
+        save_decode_cache: bool = False,
+        enable_blending: bool = False,
+        blend_recompute_ratio: float = 0.15,
+        blend_min_tokens: int = 256,
+        max_local_disk_size: float = 0.0,
+        enable_p2p: bool = False,
+        lookup_url: str | None = None,
+        distributed_url: str | None = None,
+        error_handling: bool = False,
+        **options: Any,
+    ) -> LMCacheEngineConfig:
         """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`, `local_cpu_disk_remote` …).
 
+        Args other than `backend` are attributes of this class; the backend decides which tiers there are.
+
         Raises:
-            ConfigError: The backend or an option is unknown.
+            ConfigError: The backend or an option is unknown, or an option contradicts the backend.
         """
+        values = _flat(locals())
+        del values["backend"]
         if backend not in LEGACY_BACKENDS:
             raise ConfigError(f"backend={backend!r}: must be one of {', '.join(LEGACY_BACKENDS)}")
-        values = {**_DEFAULTS, **options}
+        for name in ("local_cpu", "local_disk"):
+            if name in options:
+                raise ConfigError(f"{name}={options[name]!r}: decided by backend={backend!r}; leave it out or use from_defaults")
         uses_disk = "disk" in backend
         values["local_cpu"] = "cpu" in backend
         values["local_disk"] = DEFAULT_DISK_PATH if uses_disk else None
-        values["max_local_disk_size"] = options.get("max_local_disk_size") or (5.0 if uses_disk else 0.0)
-        if "remote" not in backend:
-            values["remote_url"] = None
-        return _build(values, "from_legacy")
+        values["max_local_disk_size"] = max_local_disk_size or (DEFAULT_DISK_GB if uses_disk else 0.0)
+        values["remote_url"] = remote_url if "remote" in backend else None
+        return _build({**_DEFAULTS, **values}, "from_legacy")
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
@@ -134,12 +175,12 @@ class LMCacheEngineConfig:
             raise ConfigError(f"{file_path}: must hold a mapping of options, not {type(data).__name__}")
         values = {**_DEFAULTS, "remote_url": None, **data}
         if values["local_disk"] and "max_local_disk_size" not in data:
-            values["max_local_disk_size"] = 5.0
+            values["max_local_disk_size"] = DEFAULT_DISK_GB
         return _build(values, file_path)
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Defaults overwritten by `LMCACHE_<OPTION>` variables (or the file that `LMCACHE_CONFIG_FILE` names).
+        """Defaults without a remote tier, overwritten by `LMCACHE_<OPTION>` variables (or the file that `LMCACHE_CONFIG_FILE` names).
 
         Raises:
             ConfigError: A variable with our prefix names no option, or its value cannot be read.
@@ -147,7 +188,7 @@ class LMCacheEngineConfig:
         source = os.environ if environ is None else environ
         if CONFIG_FILE_ENV in source:
             return LMCacheEngineConfig.from_file(source[CONFIG_FILE_ENV])
-        values = dict(_DEFAULTS)
+        values = {**_DEFAULTS, "remote_url": None}
         for variable, text in source.items():
             option = _option_of(variable, text)
             if option is not None:
@@ -199,47 +240,58 @@ def _is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
+def _shown(name: str, value: Any) -> str:
+    """A value as an error may show it: without salt and passwords."""
+    return "…" if name == "salt" else re.sub(r"//[^/]*@", "//…@", repr(value))
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
 def _is_remote(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and urlsplit(value).scheme in REMOTE_SCHEMES)
+    if not isinstance(value, str):
+        return value is None
+    try:
+        return urlsplit(value).scheme in REMOTE_SCHEMES
+    except ValueError:
+        return False
 
 
+_BOOLEANS = ("local_cpu", "save_decode_cache", "enable_blending", "enable_p2p", "error_handling")
 _CHECKS: tuple[_OptionCheck, ...] = (
     ("chunk_size", lambda v: _is_number(v, 1, 65536) and isinstance(v, int), "a whole number of tokens in 1 … 65536"),
     ("max_local_cpu_size", lambda v: _is_number(v, 0, 1 << 20), "a size in GB, 0 or more"),
     ("max_local_disk_size", lambda v: _is_number(v, 0, 1 << 24), "a size in GB, 0 or more"),
-    ("local_disk", lambda v: v is None or (isinstance(v, str) and v.startswith("file://")), "a directory as file:///dir/, or None"),
+    ("local_disk", lambda v: v is None or (isinstance(v, str) and v.startswith("file:///")), "a directory as file:///dir/, or None"),
     ("remote_url", _is_remote, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, or None"),
     ("remote_serde", lambda v: v is None or v in REMOTE_SERDES, f"one of {', '.join(REMOTE_SERDES)}"),
     ("blend_recompute_ratio", lambda v: _is_number(v, 0, 1), "a share in 0 … 1"),
-    ("blend_min_tokens", lambda v: _is_number(v, 0, 1 << 31), "a number of tokens, 0 or more"),
+    ("blend_min_tokens", lambda v: _is_number(v, 0, 1 << 31) and isinstance(v, int), "a whole number of tokens, 0 or more"),
     ("verify_hot", lambda v: v in VERIFY_HOT_MODES, f"one of {', '.join(VERIFY_HOT_MODES)}"),
     ("tier_timeout_s", lambda v: _is_number(v, 0.001, 3600), "seconds in 0.001 … 3600"),
+    ("salt", lambda v: isinstance(v, str), "text"),
+    *((name, _is_text, "text, or None") for name in ("lookup_url", "distributed_url", "sidecar_socket")),
+    *((name, lambda v: isinstance(v, bool), "true or false") for name in _BOOLEANS),
 )
 
 _DEFAULTS: dict[str, Any] = {
-    "chunk_size": 256,
-    "local_cpu": True,
-    "max_local_cpu_size": 5.0,
-    "local_disk": None,
-    "max_local_disk_size": 0,
-    "remote_url": "lm://localhost:65432",
-    "remote_serde": "naive",
-    "save_decode_cache": False,
-    "enable_blending": False,
-    "blend_recompute_ratio": 0.15,
-    "blend_min_tokens": 256,
-    "enable_p2p": False,
-    "lookup_url": None,
-    "distributed_url": None,
-    "error_handling": False,
+    name: parameter.default
+    for name, parameter in inspect.signature(LMCacheEngineConfig.from_defaults).parameters.items()
+    if parameter.default is not parameter.empty
 }
+
+
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function, those in its `**options` among them."""
+    return {**{name: value for name, value in arguments.items() if name != "options"}, **arguments["options"]}
 
 
 def _build(values: Mapping[str, Any], origin: str) -> LMCacheEngineConfig:
     known = [f.name for f in dataclasses.fields(LMCacheEngineConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{origin}: unknown option {name!r}={values[name]!r}{_did_you_mean(str(name), known)}")
+            raise ConfigError(f"{origin}: unknown option {name!r}{_did_you_mean(str(name), known)}")
     return LMCacheEngineConfig(**values)
 
 
@@ -255,9 +307,9 @@ def _option_of(variable: str, text: str) -> str | None:
     known = [f.name for f in dataclasses.fields(LMCacheEngineConfig)]
     if option in known:
         return option
-    if variable.startswith(SERVICE_ENV_PREFIXES) or _SERVICE_LINK.match(text) or variable.endswith(("_SERVICE_HOST", "_SERVICE_PORT")):
+    if variable.startswith(SERVICE_ENV_PREFIXES) or _LINK_NAME.search(variable) or _LINK_VALUE.match(text):
         return None
-    raise ConfigError(f"environment: {variable}={text!r} names no option{_did_you_mean(option, known)}")
+    raise ConfigError(f"environment: {variable} names no option{_did_you_mean(option, known)}")
 
 
 def _parse(option: str, text: str) -> Any:
