@@ -117,10 +117,17 @@ class ArenaAllocator(MemoryAllocatorInterface):
                 self._list.free(meta.address)
 
     def free(self, memory_obj: MemoryObj) -> None:
-        """See `MemoryAllocatorInterface.free`."""
+        """See `MemoryAllocatorInterface.free`.
+
+        Raises:
+            IntegrityError: The object is already free; its address may belong to another one by now.
+        """
+        meta = memory_obj.metadata
         with self._lock:
-            memory_obj.metadata.ref_count = 0
-            self._list.free(memory_obj.metadata.address)
+            if meta.ref_count <= 0:
+                raise IntegrityError(f"memory at {meta.address} is freed twice")
+            meta.ref_count = 0
+            self._list.free(meta.address)
 
     def get_ref_count(self, memory_obj: MemoryObj) -> int:
         """See `MemoryAllocatorInterface.get_ref_count`."""

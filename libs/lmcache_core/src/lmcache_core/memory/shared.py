@@ -48,8 +48,11 @@ def create_shared_arena(directory: Path, size: int, mode: int = 0o660) -> Shared
         mode: Permissions of the file.
 
     Raises:
+        ValueError: The size is not positive.
         CapacityError: The volume cannot hold that many bytes.
     """
+    if size <= 0:
+        raise ValueError(f"size={size}: an arena has at least one byte")
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob(f"*{FILE_SUFFIX}"):
         old.unlink(missing_ok=True)

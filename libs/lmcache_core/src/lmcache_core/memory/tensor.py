@@ -68,12 +68,17 @@ class TensorMemoryAllocator(MemoryAllocatorInterface):
 
     Args:
         tensor: Contiguous CPU tensor; its bytes become the arena.
+
+    Raises:
+        ValueError: The tensor is not contiguous, or not on the CPU.
     """
 
     ALIGN_BYTES = _ALIGN_BYTES
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._raw = tensor.reshape(-1).view(torch.uint8)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"an arena needs a contiguous CPU tensor, not strides {tensor.stride()} on {tensor.device}")
+        self._raw = tensor.view(-1).view(torch.uint8)
         self._arena = ArenaAllocator(bytes_under(self._raw))
 
     @property

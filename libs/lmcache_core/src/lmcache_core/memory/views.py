@@ -29,5 +29,5 @@ def bytes_under(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, sharing its memory."""
     import torch
 
-    flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return flat

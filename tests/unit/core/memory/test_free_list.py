@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from lmcache_core.errors import IntegrityError
+from lmcache_core.memory import ALIGN_BYTES, FreeBlock, FreeList
+from lmcache_core.memory.free_list import align_up
+
+CAPACITY = 16 * ALIGN_BYTES
+
+
+def test_sizes_are_rounded_up_to_the_alignment():
+    assert [align_up(n) for n in (0, 1, 511, 512, 513)] == [0, 512, 512, 512, 1024]
+    assert align_up(5, 4) == 8
+
+
+def test_an_extent_is_aligned_and_large_enough():
+    free = FreeList(CAPACITY)
+    assert free.allocate(1) == FreeBlock(0, ALIGN_BYTES)
+    assert free.allocate(ALIGN_BYTES + 1) == FreeBlock(ALIGN_BYTES, 2 * ALIGN_BYTES)
+    assert free.allocate(0) == FreeBlock(3 * ALIGN_BYTES, ALIGN_BYTES)
+    assert free.used_bytes == 4 * ALIGN_BYTES
+    assert free.num_used_blocks == 3
+    free.check_integrity()
+
+
+def test_the_smallest_extent_that_fits_is_taken():
+    free = FreeList(CAPACITY)
+    taken = [free.allocate(n * ALIGN_BYTES) for n in (4, 1, 2, 1, 8)]
+    free.free(taken[0].start)
+    free.free(taken[2].start)
+    assert free.allocate(2 * ALIGN_BYTES) == taken[2]
+    assert free.allocate(3 * ALIGN_BYTES).start == taken[0].start
+    free.check_integrity()
+
+
+def test_full_is_none_and_not_an_error():
+    free = FreeList(CAPACITY)
+    assert free.allocate(CAPACITY + 1) is None
+    assert free.allocate(CAPACITY) == FreeBlock(0, CAPACITY)
+    assert free.allocate(1) is None
+    assert free.free_blocks() == []
+    free.check_integrity()
+
+
+def test_room_in_pieces_is_no_room():
+    free = FreeList(4 * ALIGN_BYTES)
+    taken = [free.allocate(1) for _ in range(4)]
+    free.free(taken[0].start)
+    free.free(taken[2].start)
+    assert free.allocate(2 * ALIGN_BYTES) is None
+    free.free(taken[1].start)
+    assert free.allocate(3 * ALIGN_BYTES) == FreeBlock(0, 3 * ALIGN_BYTES)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_neighbours_are_joined_in_every_order(order):
+    free = FreeList(3 * ALIGN_BYTES)
+    taken = [free.allocate(1) for _ in range(3)]
+    for i in order:
+        free.free(taken[i].start)
+        free.check_integrity()
+    assert free.free_blocks() == [FreeBlock(0, 3 * ALIGN_BYTES)]
+
+
+@pytest.mark.parametrize("start", [0, ALIGN_BYTES, 1, -1, CAPACITY])
+def test_what_is_not_handed_out_cannot_be_freed(start):
+    free = FreeList(CAPACITY)
+    free.free(free.allocate(1).start)
+    kept = free.allocate(2 * ALIGN_BYTES)
+    assert kept.start == 0
+    if start != 0:
+        with pytest.raises(IntegrityError):
+            free.free(start)
+    free.free(0)
+    with pytest.raises(IntegrityError):
+        free.free(0)
+    free.check_integrity()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, ALIGN_BYTES - 1])
+def test_less_than_one_unit_holds_nothing(capacity):
+    free = FreeList(capacity)
+    assert free.capacity == 0
+    assert free.allocate(1) is None
+    free.check_integrity()
+
+
+def test_a_tail_shorter_than_the_alignment_is_left_unused():
+    assert FreeList(CAPACITY + 511).capacity == CAPACITY
+
+
+def spoil_used_bytes(free):
+    free.used_bytes += 1
+
+
+def spoil_overlap(free):
+    free._used[ALIGN_BYTES * 8] = ALIGN_BYTES
+
+
+def spoil_leak(free):
+    free.used_bytes -= free._used.popitem()[1]
+
+
+def spoil_index(free):
+    free._by_size.clear()
+
+
+def spoil_coalescing(free):
+    [block] = free.free_blocks()
+    free._remove(block.start, block.size)
+    free._insert(block.start, ALIGN_BYTES)
+    free._insert(block.start + ALIGN_BYTES, block.size - ALIGN_BYTES)
+
+
+@pytest.mark.parametrize("spoil", [spoil_used_bytes, spoil_overlap, spoil_leak, spoil_index, spoil_coalescing])
+def test_books_that_do_not_balance_are_noticed(spoil):
+    free = FreeList(CAPACITY)
+    free.allocate(1)
+    free.check_integrity()
+    spoil(free)
+    with pytest.raises(IntegrityError):
+        free.check_integrity()
+
+
+class FreeListMachine(RuleBasedStateMachine):
+    """Against a list of bytes, each marked with its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = FreeList(CAPACITY)
+        self.owner = [None] * (CAPACITY // ALIGN_BYTES)
+        self.taken = {}
+        self.count = 0
+
+    @rule(size=st.integers(0, CAPACITY + 100))
+    def allocate(self, size):
+        units = max(1, -(-size // ALIGN_BYTES))
+        block = self.free.allocate(size)
+        runs = "".join("." if owner is None else "x" for owner in self.owner).split("x")
+        if block is None:
+            assert max(map(len, runs)) < units
+            return
+        assert block.size == units * ALIGN_BYTES
+        at = block.start // ALIGN_BYTES
+        assert block.start % ALIGN_BYTES == 0
+        assert self.owner[at : at + units] == [None] * units
+        self.count += 1
+        self.owner[at : at + units] = [self.count] * units
+        self.taken[self.count] = block
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def give_back(self, data):
+        name = data.draw(st.sampled_from(sorted(self.taken)))
+        self.free.free(self.taken.pop(name).start)
+        self.owner = [None if owner == name else owner for owner in self.owner]
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def give_everything_back(self):
+        for block in self.taken.values():
+            self.free.free(block.start)
+        self.taken.clear()
+        self.owner = [None] * len(self.owner)
+        assert self.free.free_blocks() == [FreeBlock(0, CAPACITY)]
+
+    @invariant()
+    def books_balance(self):
+        self.free.check_integrity()
+        assert self.free.used_bytes == sum(owner is not None for owner in self.owner) * ALIGN_BYTES
+        assert self.free.num_used_blocks == len(self.taken)
+        assert sum(block.size for block in self.free.free_blocks()) + self.free.used_bytes == CAPACITY
+
+
+FreeListMachine.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=40)
+TestFreeList = FreeListMachine.TestCase
+
+
+def test_blocks_say_whether_they_meet():
+    assert FreeBlock(0, 512).can_be_coalesced(FreeBlock(512, 1))
+    assert not FreeBlock(512, 1).can_be_coalesced(FreeBlock(0, 512))
+    assert not FreeBlock(0, 512).can_be_coalesced(FreeBlock(513, 1))
