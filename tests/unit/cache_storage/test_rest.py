@@ -1,0 +1,247 @@
+"""The REST surface, in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_core.record import encode_head
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
+from lmcache_storage.chunks.responses import SLICE_BYTES
+from lmcache_storage.parts import StorageParts
+
+from tests.fixtures.storage_app import assert_problem, serving
+
+A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
+RECORD_TYPE = "application/vnd.lmcache.record"
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[tuple[httpx.AsyncClient, StorageParts]]:
+    async with serving() as both:
+        yield both
+
+
+@pytest.fixture
+def rest(running: tuple[httpx.AsyncClient, StorageParts]) -> httpx.AsyncClient:
+    return running[0]
+
+
+@pytest.fixture
+def parts(running: tuple[httpx.AsyncClient, StorageParts]) -> StorageParts:
+    return running[1]
+
+
+async def test_the_life_of_a_chunk(rest: httpx.AsyncClient) -> None:
+    record = make_record("a")
+    assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
+    assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 204
+    got = await rest.get(f"/v1/chunks/{A}")
+    assert (got.status_code, got.content) == (200, record)
+    assert got.headers["content-type"] == RECORD_TYPE
+    assert (await rest.head(f"/v1/chunks/{A}")).status_code == 200
+    assert (await rest.delete(f"/v1/chunks/{A}")).status_code == 204
+    for method in ("get", "delete"):
+        assert_problem(await getattr(rest, method)(f"/v1/chunks/{A}"), 404, "not-found")
+    assert (await rest.head(f"/v1/chunks/{A}")).status_code == 404
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, SLICE_BYTES - 600, SLICE_BYTES - 512])
+async def test_records_of_any_size_in_pieces_of_any_size(rest: httpx.AsyncClient, num_bytes: int) -> None:
+    record = make_record("a", make_payload("a", num_bytes))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        at, size = 0, 1
+        while at < len(record):
+            yield record[at : at + size]
+            at, size = at + size, min(3 * size, 100_000)
+
+    assert (await rest.put(f"/v1/chunks/{A}", content=pieces())).status_code == 201
+    assert (await rest.get(f"/v1/chunks/{A}")).content == record
+
+
+async def test_a_miss_says_why(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+    assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1})).json() == {"freed_bytes": 1024}
+    assert "evicted" in assert_problem(await rest.get(f"/v1/chunks/{A}"), 404, "not-found")
+    assert "never_stored" in assert_problem(await rest.get(f"/v1/chunks/{B}"), 404, "not-found")
+
+
+async def test_many_at_once(rest: httpx.AsyncClient) -> None:
+    names = [f"chunk {i}" for i in range(11)]
+    keys = [make_key(name).key.to_url() for name in names]
+    for name, key in zip(names[::2], keys[::2], strict=True):
+        await rest.put(f"/v1/chunks/{key}", content=make_record(name))
+    present = (await rest.post("/v1/chunks:contains", json={"keys": keys})).json()
+    assert present == {"present": [i % 2 == 0 for i in range(11)]}
+    got = await rest.post("/v1/chunks:get", json={"keys": keys})
+    assert got.headers["content-type"] == RECORD_TYPE
+    assert got.content == b"".join(make_record(name) for name in names[::2])
+    assert (await rest.post("/v1/chunks:get", json={"keys": []})).content == b""
+
+
+async def test_the_list_is_paged_and_ordered(rest: httpx.AsyncClient) -> None:
+    for i in range(5):
+        await rest.put(f"/v1/chunks/{make_key(i).key.to_url()}", content=make_record(i))
+    seen, offset = [], 0
+    while offset is not None:
+        page = (await rest.get("/v1/chunks", params={"offset": offset, "limit": 2})).json()
+        seen += page["chunks"]
+        offset = page["next_offset"]
+    assert {chunk["key"] for chunk in seen} == {make_key(i).key.to_url() for i in range(5)}
+    assert len(seen) == 5
+    assert all(chunk["size_bytes"] == len(make_record(0)) and chunk["tiers"] == ["Hot"] for chunk in seen)
+    assert_problem(await rest.get("/v1/chunks", params={"limit": 0}), 422, "invalid")
+
+
+BAD_BODIES = {
+    "empty": (b"", "short"),
+    "half a prefix": (make_record("a")[:10], "short"),
+    "half a head": (make_record("a")[:300], "short"),
+    "half a payload": (make_record("a")[:-1], "digest"),
+    "bytes behind it": (make_record("a") + b"x", "bounds"),
+    "two records": (make_record("a") + make_record("a"), "bounds"),
+    "no record": (b"{}" * 500, "short"),
+    "another key": (make_record("b"), "wrong_key"),
+}
+
+
+@pytest.mark.parametrize(("body", "reason"), BAD_BODIES.values(), ids=BAD_BODIES)
+async def test_a_body_that_is_no_record_of_that_key_is_refused(
+    rest: httpx.AsyncClient, parts: StorageParts, body: bytes, reason: str
+) -> None:
+    assert reason in assert_problem(await rest.put(f"/v1/chunks/{A}", content=body), 422, "bad-record")
+    assert parts.stack.hot.keys() == []
+    assert parts.stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_every_flipped_byte_is_refused_and_nothing_is_stored(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    record = make_record("a", make_payload("a", 300))
+    assert len(record) <= 1024
+    for at in range(len(record)):
+        damaged = bytearray(record)
+        damaged[at] ^= 0x01
+        assert_problem(await rest.put(f"/v1/chunks/{A}", content=bytes(damaged)), 422, "bad-record")
+        assert parts.stack.hot.keys() == [], f"byte {at}"
+    assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
+
+
+async def test_a_body_above_the_bound_is_refused(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    record = make_record("a", bytes(1 << 20))
+    response = await rest.put(f"/v1/chunks/{A}", content=record)
+    assert response.status_code == 413
+    assert response.headers["content-type"] == "application/problem+json"
+
+    async def undeclared() -> AsyncIterator[bytes]:
+        for at in range(0, len(record), 1000):
+            yield record[at : at + 1000]
+
+    assert (await rest.put(f"/v1/chunks/{A}", content=undeclared())).status_code == 413
+    assert parts.stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_a_head_that_promises_too_much_takes_no_memory(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    chunk = make_chunk("a", payload=b"")
+    header = make_chunk("a", payload=bytes(100 << 20)).header
+    head = encode_head(header, 100 << 20)
+    assert len(head) == len(chunk.head)
+    assert_problem(await rest.put(f"/v1/chunks/{A}", content=head + b"little"), 507, "capacity")
+    assert parts.stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_no_room_while_everything_is_referenced(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    held = parts.stack.allocate(parts.stack.hot.stats()["capacity_bytes"])
+    assert held is not None
+    try:
+        assert_problem(await rest.put(f"/v1/chunks/{A}", content=make_record("a")), 507, "capacity")
+    finally:
+        held.ref_count_down()
+    assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
+
+
+async def test_a_client_that_stalls_gives_its_memory_back(rest: httpx.AsyncClient, parts: StorageParts) -> None:
+    record = make_record("a")
+
+    async def stalls() -> AsyncIterator[bytes]:
+        yield record[:700]
+        await asyncio.sleep(10)
+
+    put = asyncio.ensure_future(rest.put(f"/v1/chunks/{A}", content=stalls()))
+    while not parts.stack.hot.stats()["arena_used_bytes"]:
+        await asyncio.sleep(0.001)
+    put.cancel()
+    await asyncio.wait([put])
+    assert parts.stack.hot.stats()["arena_used_bytes"] == 0
+
+
+@pytest.mark.parametrize("key", ["zzz", "a" * 300, A + "A", A[:-1], "%00"])
+async def test_what_is_no_key_is_refused(rest: httpx.AsyncClient, key: str) -> None:
+    for call in (rest.get(f"/v1/chunks/{key}"), rest.put(f"/v1/chunks/{key}", content=make_record("a")), rest.delete(f"/v1/chunks/{key}")):
+        assert_problem(await call, 400, "bad-key")
+    if key != "%00":
+        assert_problem(await rest.post("/v1/chunks:contains", json={"keys": [A, key]}), 400, "bad-key")
+        assert_problem(await rest.post("/v1/chunks:get", json={"keys": [A, key]}), 400, "bad-key")
+
+
+@pytest.mark.parametrize("body", [{}, {"keys": A}, {"keys": [""]}, {"keys": [A], "more": 1}, {"keys": [A] * 5000}])
+async def test_bodies_that_are_not_valid_are_problems(rest: httpx.AsyncClient, body: dict[str, object]) -> None:
+    response = await rest.post("/v1/chunks:contains", json=body)
+    assert_problem(response, 422, "invalid")
+    assert A not in response.text, "the input is not repeated"
+
+
+async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
+    paths = (await rest.get("/openapi.json")).json()["paths"]
+    assert {(method, path) for path, methods in paths.items() for method in methods if path.startswith("/v1")} == {
+        ("put", "/v1/chunks/{key}"),
+        ("get", "/v1/chunks/{key}"),
+        ("head", "/v1/chunks/{key}"),
+        ("delete", "/v1/chunks/{key}"),
+        ("post", "/v1/chunks:contains"),
+        ("post", "/v1/chunks:get"),
+        ("get", "/v1/chunks"),
+        ("get", "/v1/stats"),
+        ("post", "/v1/admin/evict"),
+        ("post", "/v1/admin/clear"),
+        ("post", "/v1/admin/drain"),
+    }
+
+
+async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
+    await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+    await rest.get(f"/v1/chunks/{A}")
+    await rest.get(f"/v1/chunks/{B}")
+    stats = (await rest.get("/v1/stats")).json()
+    assert (stats["instance"], stats["draining"], stats["settled"]) == ("storage-0", False, True)
+    assert stats["tiers"]["Hot"]["num_chunks"] == 1
+    text = (await rest.get("/metrics")).text
+    assert 'lmcache_storage_served_chunks_total{tier="Hot"} 1.0' in text
+    assert 'lmcache_storage_missed_chunks_total{reason="never_stored"} 1.0' in text
+    assert "lmcache_storage_stored_chunks_total 1.0" in text
+    assert 'lmcache_storage_tier_chunks{tier="Hot"} 1.0' in text
+
+
+async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> None:
+    async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
+        assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
+        assert (await rest.get("/readyz")).status_code == 200
+        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True}
+        assert_problem(await rest.put(f"/v1/chunks/{B}", content=make_record("b")), 503, "draining")
+        assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
+        ready = await rest.get("/readyz")
+        assert (ready.status_code, ready.json()["checks"]["stores"]["ok"]) == (503, False)
+        assert (await rest.get("/v1/stats")).json()["draining"] is True
+        assert [(key.key.to_url(), tiers) for key, _, tiers in parts.holdings("default")] == [(A, ["Hot", "LocalDiskBackend"])]
+
+
+async def test_a_disk_that_fails_degrades_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
+        disk = parts.tiers[1]
+        monkeypatch.setattr(type(disk), "stats", lambda self: {"is_failing": 1, "is_loading": 0, "num_chunks": 0})
+        ready = await rest.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+        monkeypatch.undo()
+        assert (await rest.get("/readyz")).json()["status"] == "ok"

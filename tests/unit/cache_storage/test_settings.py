@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_servicekit.settings import load_settings, render_settings
+from lmcache_storage.settings import StorageSettings
+
+
+def load(**environ: str) -> StorageSettings:
+    return load_settings(StorageSettings, environ={f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()})
+
+
+def test_options_and_defaults() -> None:
+    own: dict[str, Any] = {
+        "port": 8080,
+        "lm_host": "127.0.0.1",
+        "lm_port": 65432,
+        "memory_gb": 1.0,
+        "disk_path": None,
+        "disk_gb": 0.0,
+        "disk_fsync": False,
+        "max_record_mb": 512,
+        "max_connections": 256,
+        "lookup_url": None,
+        "broker_url": None,
+        "advertise_url": None,
+        "service_token_file": None,
+        "tenant": "default",
+        "zone": "",
+        "node": "",
+        "tier_timeout_s": 2.0,
+        "drain_timeout_s": 10.0,
+    }
+    settings = load()
+    assert {name: getattr(settings, name) for name in own} == own
+    assert set(StorageSettings.model_fields) - set(own) == {
+        "host",
+        "log_level",
+        "log_format",
+        "auth_tokens_file",
+        "allow_anonymous",
+        "instance_id",
+        "shutdown_grace_s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"MEMORY_GB": "0"}, "memory_gb"),
+        ({"DISK_PATH": "/data"}, "go together"),
+        ({"DISK_GB": "5"}, "go together"),
+        ({"LM_HOST": "192.0.2.1"}, "auth_tokens_file"),
+        ({"LM_HOST": "::", "ALLOW_ANONYMOUS": "true", "BROKER_URL": "http://broker:8082"}, "advertise_url"),
+        ({"ADVERTISE_URL": "http://storage:8080"}, "lm://host:port"),
+        ({"ADVERTISE_URL": "lm://[::]:65432"}, "unspecified"),
+        ({"TENANT": "../other"}, "tenant"),
+        ({"MEMORY_GIG": "4"}, "LMCACHE_STORAGE_MEMORY_GIG"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(**options)
+
+
+def test_sizes_are_binary() -> None:
+    settings = load(MEMORY_GB="0.5", DISK_PATH="/data", DISK_GB="2", MAX_RECORD_MB="3")
+    assert (settings.memory_bytes, settings.disk_bytes, settings.max_record_bytes) == (1 << 29, 2 << 30, 3 << 20)
+    assert settings.disk_path == Path("/data")
+
+
+def test_the_settings_can_be_shown_and_read_again(tmp_path: Path) -> None:
+    settings = load(DISK_PATH="/data", DISK_GB="2", INSTANCE_ID="storage-0")
+    path = tmp_path / "config.yaml"
+    path.write_text(render_settings(settings))
+    assert load_settings(StorageSettings, path, environ={}) == settings
