@@ -1,0 +1,76 @@
+"""`/healthz` asks nobody; `/readyz` asks everybody at once, each with its own limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_servicekit.health import HealthRegistry
+from lmcache_servicekit.state import service_state
+
+from tests.fixtures.sample_service import SampleSettings, asgi_client, create_app
+
+
+async def fine() -> str:
+    return "fine"
+
+
+async def slow() -> str:
+    await asyncio.sleep(30)
+    return "never"
+
+
+async def broken() -> str:
+    raise OSError("redis://user:hunter2@host")
+
+
+async def ours() -> str:
+    raise UnavailableError("redis: no answer")
+
+
+async def test_nothing_registered_is_ready() -> None:
+    assert (await HealthRegistry().run()).model_dump() == {"status": "ok", "checks": {}}
+
+
+async def test_checks_run_at_once_and_each_has_its_own_limit() -> None:
+    registry = HealthRegistry()
+    registry.add("fine", fine)
+    registry.add("slow-1", slow, timeout_s=0.3)
+    registry.add("slow-2", slow, timeout_s=0.3)
+    started = time.perf_counter()
+    report = await registry.run()
+    assert time.perf_counter() - started < 0.55
+    assert report.status == "unready"
+    assert report.checks["fine"].ok
+    assert report.checks["slow-1"].detail == "no answer within 0.3 s"
+    assert report.checks["slow-1"].latency_ms >= 290
+
+
+@pytest.mark.parametrize(("required", "status"), [(True, "unready"), (False, "degraded")])
+async def test_an_optional_check_only_degrades(required: bool, status: str) -> None:
+    registry = HealthRegistry()
+    registry.add("fine", fine)
+    registry.add("gone", broken, required=required)
+    assert (await registry.run()).status == status
+
+
+async def test_only_our_own_errors_are_quoted() -> None:
+    registry = HealthRegistry()
+    registry.add("ours", ours)
+    registry.add("theirs", broken)
+    checks = (await registry.run()).checks
+    assert (checks["ours"].detail, checks["theirs"].detail) == ("redis: no answer", "OSError")
+
+
+async def test_routes() -> None:
+    app = create_app(SampleSettings())
+    async with asgi_client(app) as client:
+        service_state(app).health.add("gone", broken, required=False)
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+        service_state(app).health.add("gone", broken)
+        ready = await client.get("/readyz")
+        assert (ready.status_code, set(ready.json()["checks"]["gone"])) == (503, {"ok", "detail", "latency_ms"})
+        assert (await client.get("/healthz")).json() == {"status": "ok"}

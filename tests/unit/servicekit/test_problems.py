@@ -1,0 +1,176 @@
+"""Errors leave as RFC 9457 problems: every one of ours has an entry, and none tells more than it should."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import lmcache_core.errors
+import pytest
+from fastapi import HTTPException
+from lmcache_core.errors import (
+    AuthenticationError,
+    CapacityError,
+    ConfigError,
+    IdentityError,
+    LMCacheError,
+    RecordError,
+    UnavailableError,
+)
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError, ThrottledError
+from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, ProblemType, problem_of
+
+from tests.fixtures.sample_service import Failures, SampleSettings, asgi_client, create_app
+
+
+def errors_below(root: type[LMCacheError]) -> Iterator[type[LMCacheError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from errors_below(kind)
+
+
+def test_every_error_of_the_core_has_an_entry_of_its_own() -> None:
+    ours = [kind for kind in errors_below(LMCacheError) if kind.__module__ in ("lmcache_core.errors", "lmcache_servicekit.errors")]
+    assert len(ours) >= 15
+    assert not [kind.__name__ for kind in ours if kind not in PROBLEMS]
+
+
+def test_every_other_error_is_mapped_by_its_base() -> None:
+    """Errors that a package adds below ours must not fall through to "the service failed"."""
+    for package in ("lmcache_core.security", "lmcache_core.lookup", "lmcache_core.record"):
+        module = importlib.import_module(package)
+        for info in pkgutil.iter_modules(module.__path__):
+            importlib.import_module(f"{package}.{info.name}")
+    unmapped = [
+        kind.__qualname__
+        for kind in errors_below(LMCacheError)
+        if kind is not LMCacheError and not any(base in PROBLEMS for base in kind.__mro__[: kind.__mro__.index(LMCacheError)])
+    ]
+    assert not unmapped
+
+
+def test_slugs_are_unique() -> None:
+    slugs = [problem.slug for problem in PROBLEMS.values()]
+    assert len(slugs) == len(set(slugs))
+
+
+def test_a_subclass_takes_its_nearest_entry() -> None:
+    assert problem_of(ThrottledError("x")).status == 429
+    assert problem_of(CapacityError("x")).status == 507
+    assert problem_of(ZeroDivisionError()).status == 500
+
+
+async def answer_to(error: Exception) -> tuple[int, dict[str, object], dict[str, str]]:
+    failures = Failures()
+    failures.error = error
+    async with asgi_client(create_app(SampleSettings(), failures)) as client:
+        response = await client.get("/v1/fail")
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["status"] == response.status_code
+    return response.status_code, response.json(), dict(response.headers)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (ConfigError("told"), 400, "bad-option"),
+        (IdentityError("told"), 400, "bad-key"),
+        (RecordError("digest", "told"), 422, "bad-record"),
+        (AuthenticationError("told"), 401, "unauthenticated"),
+        (PermissionDeniedError("told"), 403, "forbidden"),
+        (NotFoundError("told"), 404, "not-found"),
+        (ConflictError("told"), 409, "conflict"),
+        (CapacityError("told"), 507, "capacity"),
+        (ThrottledError("told"), 429, "throttled"),
+    ],
+)
+async def test_a_domain_error_tells_its_text(error: Exception, status: int, kind: str) -> None:
+    found, body, _ = await answer_to(error)
+    assert (found, body["type"]) == (status, f"urn:lmcache:problem:{kind}")
+    assert "told" in str(body["detail"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(UnavailableError("secret host"), 503), (lmcache_core.errors.IntegrityError("secret"), 500), (LMCacheError("secret"), 500)],
+)
+async def test_a_failure_of_ours_tells_nothing(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    found, body, _ = await answer_to(error)
+    assert found == status
+    assert "secret" not in str(body)
+    assert "secret" in caplog.text
+
+
+async def test_headers_that_clients_act_on() -> None:
+    assert (await answer_to(AuthenticationError("x")))[2]["www-authenticate"] == "Bearer"
+    assert (await answer_to(UnavailableError("x")))[2]["retry-after"] == "1"
+
+
+async def test_a_bug_is_a_problem_without_detail() -> None:
+    status, body, _ = await answer_to(RuntimeError("secret"))
+    assert (status, body) == (500, {"type": "urn:lmcache:problem:internal", "title": "The service failed", "status": 500})
+
+
+async def test_http_exceptions_keep_status_detail_and_headers() -> None:
+    status, body, headers = await answer_to(HTTPException(418, "short and stout", {"x-pot": "tea"}))
+    assert (status, body["detail"], body["type"], headers["x-pot"]) == (418, "short and stout", "about:blank", "tea")
+
+
+async def test_an_unknown_path_and_a_wrong_method_are_problems() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        for response, status in ((await client.get("/nope"), 404), (await client.put("/v1/things/1"), 405)):
+            assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
+
+
+async def test_a_validation_error_names_the_place_and_not_the_input() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        response = await client.post("/v1/things", json={"text": ["hunter2"] * 20})
+        assert response.status_code == 422
+        assert response.json()["errors"] == [{"at": "body.text", "message": "Input should be a valid string"}]
+        assert "hunter2" not in response.text
+        broken = await client.post("/v1/things", content=b"{hunter2", headers={"content-type": "application/json"})
+        assert (broken.status_code, "hunter2" in broken.text) == (422, False)
+        many = await client.get("/v1/things/x", params={"a": "1"})
+        assert len(many.json()["errors"]) <= MAX_SHOWN_ERRORS
+
+
+async def test_json_without_a_content_type_is_refused() -> None:
+    """A page in a browser can send that to loopback without asking."""
+    async with asgi_client(create_app(SampleSettings())) as client:
+        assert (await client.post("/v1/things", content=b'{"text": "x"}', headers={"content-type": "text/plain"})).status_code == 422
+
+
+async def test_a_service_may_add_entries() -> None:
+    class OwnError(LMCacheError):
+        pass
+
+    app = create_app(SampleSettings())
+    lifespan = app.router.lifespan_context
+    own = create_service_app(
+        SampleSettings(),
+        "lmcache-servicekit",
+        lifespan=lifespan,  # type: ignore[arg-type]
+        routers=[],
+        problems={OwnError: ProblemType("own", 410, "Gone")},
+    )
+
+    @own.get("/v1/own")
+    async def fail() -> None:
+        raise OwnError("x")
+
+    async with asgi_client(own) as client:
+        assert (await client.get("/v1/own")).status_code == 410
+
+
+async def test_openapi_promises_problems_and_no_422_of_its_own() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        schema = (await client.get("/openapi.json")).json()
+        assert (await client.get("/docs")).status_code == 404
+    responses = schema["paths"]["/v1/things"]["post"]["responses"]
+    assert set(responses) == {"200", "default"}
+    assert list(responses["default"]["content"]) == ["application/problem+json"]
+    assert {"Problem"} <= set(schema["components"]["schemas"])
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+    assert schema["paths"]["/v1/things"]["post"]["security"] == [{"HTTPBearer": []}]

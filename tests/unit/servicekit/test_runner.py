@@ -1,0 +1,133 @@
+"""The command: its arguments, exit codes, port file and log lines. Run as a process where signals matter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_servicekit.logs import JsonFormatter, configure_logging
+from lmcache_servicekit.runner import run_service
+
+from tests.fixtures.sample_service import SampleSettings, create_app
+from tests.fixtures.service_process import ServiceProcess
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*arguments: str) -> int:
+    return run_service("lmcache-servicekit", SampleSettings, create_app, arguments)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_SAMPLE_API_SECRET", "hunter2")
+    assert run("--print-config") == 0
+    printed = capsys.readouterr().out
+    assert "port: 8099\n" in printed
+    assert "hunter2" not in printed
+
+
+def test_a_bad_setting_is_exit_code_2_and_one_line_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_SAMPLE_PORT", "x")
+    monkeypatch.setenv("LMCACHE_SAMPLE_RATIO", "0")
+    assert run() == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("lmcache-servicekit: ") for line in lines)
+
+
+def test_a_bad_token_file_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_SAMPLE_AUTH_TOKENS_FILE", str(tmp_path / "absent"))
+    assert run() == 2
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)])
+def test_arguments(arguments: Sequence[str], code: int) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == code
+
+
+def test_a_taken_port_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("LMCACHE_SAMPLE_PORT", str(taken.getsockname()[1]))
+        assert run() == 1
+    assert "change host or port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_listens_and_ends_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.chdir(ROOT)
+    service = ServiceProcess("tests.fixtures.sample_service", tmp_path, {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_LOG_FORMAT": "json"})
+    service.start()
+    with httpx.Client(base_url=service.url, trust_env=False) as client:
+        response = client.get("/v1/things/1", headers={"authorization": "Bearer hunter2"})
+        assert response.status_code == 200
+        assert "server" not in response.headers
+    assert service.stop(number) == 0
+    assert not list(tmp_path.glob("*.port*"))
+    lines = [json.loads(line) for line in service.output.splitlines()]
+    assert any("listens on 127.0.0.1 port" in line["message"] for line in lines)
+    assert "hunter2" not in service.output
+    assert "/v1/things" not in service.output
+
+
+def test_a_lifespan_that_fails_is_a_failed_start(tmp_path: Path) -> None:
+    script = """
+import sys
+from contextlib import asynccontextmanager
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.runner import run_service
+from tests.fixtures.sample_service import SampleSettings
+
+@asynccontextmanager
+async def fail(app):
+    raise RuntimeError("no disk")
+    yield
+
+run_service("lmcache-servicekit", SampleSettings, lambda s: create_service_app(s, "x", lifespan=fail, routers=[]), sys.argv[1:])
+"""
+    command = [sys.executable, "-c", script, "--port-file", str(tmp_path / "port")]
+    environ = os.environ | {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "no disk" in done.stderr
+    assert not (tmp_path / "port").exists()
+
+
+def test_json_lines() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "f", 1, "a %s", ("b\n",), None)
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    assert json.loads(line) == {"time": json.loads(line)["time"], "level": "warning", "logger": "x", "message": "a b\n"}
+
+
+def test_logging_quietens_libraries_that_log_urls() -> None:
+    configure_logging("debug", "text")
+    assert not logging.getLogger("httpx").isEnabledFor(logging.INFO)
+    assert logging.getLogger("lmcache").isEnabledFor(logging.DEBUG)

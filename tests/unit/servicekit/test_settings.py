@@ -1,0 +1,194 @@
+"""One file, then variables; whatever is misspelt or impossible is refused with its name, its value and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache_core.errors import ConfigError
+from lmcache_servicekit.environment import EnvironmentReader, merge
+from lmcache_servicekit.settings import ServiceSettings, is_loopback, load_settings, render_settings
+from pydantic import ValidationError
+
+from tests.fixtures.sample_service import SampleSettings
+
+
+def load(text: str | None = None, path: Path | None = None, **variables: str) -> SampleSettings:
+    if text is not None:
+        assert path is not None
+        path.write_text(text)
+    return load_settings(SampleSettings, path, {f"LMCACHE_SAMPLE_{name}": value for name, value in variables.items()})
+
+
+def refusal(text: str | None = None, path: Path | None = None, **variables: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, path, **variables)
+    return str(caught.value)
+
+
+def test_the_list_of_common_options_is_known() -> None:
+    assert sorted(ServiceSettings.model_fields) == [
+        "allow_anonymous",
+        "auth_tokens_file",
+        "host",
+        "instance_id",
+        "log_format",
+        "log_level",
+        "port",
+        "shutdown_grace_s",
+    ]
+
+
+def test_defaults_listen_on_loopback() -> None:
+    settings = load()
+    assert (settings.host, settings.port, settings.allow_anonymous) == ("127.0.0.1", 8099, False)
+
+
+def test_variables_win_over_the_file_leaf_by_leaf(tmp_path: Path) -> None:
+    settings = load("port: 1\nlog_level: debug\nquota: {max_bytes: 1, tenants: [a]}\n", tmp_path / "c", PORT="2", QUOTA__MAX_BYTES="3")
+    assert (settings.port, settings.log_level, settings.quota.max_bytes, settings.quota.tenants) == (2, "debug", 3, ["a"])
+
+
+def test_structured_variables_are_yaml() -> None:
+    settings = load(QUOTA="{max_bytes: 5}", QUOTA__TENANTS="[x, y]", LABELS='{"a": "b"}', RATIO="0.5", ALLOW_ANONYMOUS="true")
+    assert (settings.quota.max_bytes, settings.quota.tenants, settings.labels) == (5, ["x", "y"], {"a": "b"})
+    assert (settings.ratio, settings.allow_anonymous) == (0.5, True)
+    assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS="{")
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert load(PORT="", API_SECRET="").api_secret is None
+
+
+def test_other_prefixes_are_nobodys_business() -> None:
+    assert load_settings(SampleSettings, None, {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"}).port == 8099
+
+
+def test_the_config_variable_names_the_file_and_the_argument_wins(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("port: 1")
+    (tmp_path / "b").write_text("port: 2")
+    assert load(CONFIG=str(tmp_path / "a")).port == 1
+    assert load(None, tmp_path / "b", CONFIG=str(tmp_path / "a")).port == 2
+
+
+@pytest.mark.parametrize("name", ["PORTT", "port", "Port", "POR", "QUOTA__MAX_BITES", "QUOTA_MAX_BYTES"])
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str) -> None:
+    text = refusal(**{name: "7"})
+    assert f"LMCACHE_SAMPLE_{name}='7' sets nothing; did you mean LMCACHE_SAMPLE_" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("API_SECRETT", "hunter2"), ("DB_PASSWORD", "hunter2"), ("REDIS_UR", "redis://user:hunter2@host")]
+)
+def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
+    text = refusal(**{name: value})
+    assert name in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "tcp://10.0.0.1:8099"),
+        ("SERVICE_HOST", "10.0.0.1"),
+        ("SERVICE_PORT", "8099"),
+        ("SERVICE_PORT_HTTP", "8099"),
+        ("PORT_8099_TCP", "tcp://10.0.0.1:8099"),
+        ("PORT_8099_TCP_PROTO", "tcp"),
+        ("PORT_8099_TCP_PORT", "8099"),
+        ("PORT_8099_TCP_ADDR", "10.0.0.1"),
+        ("HEADLESS_SERVICE_HOST", "None"),
+        ("HEADLESS_PORT", "udp://10.0.0.1:1"),
+        ("HEADLESS_PORT_1_UDP_ADDR", "10.0.0.1"),
+    ],
+)
+def test_what_kubernetes_adds_for_services_is_ignored(name: str, value: str) -> None:
+    assert load(**{name: value}) == load()
+
+
+def test_a_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    text = refusal("port: 99999\nratio: -1\n", path, LOG_LEVEL="loud", QUOTA__MAX_BYTES="many")
+    assert text.splitlines()[0].startswith(f"port=99999 ({path}): ")
+    assert "log_level='loud' (LMCACHE_SAMPLE_LOG_LEVEL): Input should be 'debug', 'info'" in text
+    assert "quota.max_bytes='many' (LMCACHE_SAMPLE_QUOTA__MAX_BYTES): " in text
+    assert "ratio=-1" in text
+
+
+def test_a_bad_secret_is_not_shown(tmp_path: Path) -> None:
+    text = refusal("api_secret: [hunter2]", tmp_path / "c")
+    assert "api_secret" in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("name", ["prot", "_env_file", "_cli_parse_args", "quota2"])
+def test_an_unknown_name_in_the_file_is_refused(tmp_path: Path, name: str) -> None:
+    assert f"{name}: unknown option in" in refusal(f"{name}: 1", tmp_path / "c")
+
+
+def test_the_nearest_name_is_offered(tmp_path: Path) -> None:
+    assert "did you mean 'port'?" in refusal("prot: 1", tmp_path / "c")
+
+
+@pytest.mark.parametrize(("text", "part"), [("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value"), ("a: &a [*a", "YAML")])
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, part: str) -> None:
+    assert part in refusal(text, tmp_path / "c")
+
+
+def test_a_huge_file_is_refused(tmp_path: Path) -> None:
+    assert "larger than" in refusal("#" * (1 << 20) + "\n", tmp_path / "c")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "create it or correct the path" in refusal(None, tmp_path / "absent")
+
+
+def test_an_empty_file_is_fine(tmp_path: Path) -> None:
+    assert load("# nothing\n", tmp_path / "c").port == 8099
+
+
+@pytest.mark.parametrize("host", ["::", "10.0.0.1", "example.org", ".".join("0000")])
+def test_an_open_door_needs_a_decision(host: str, tmp_path: Path) -> None:
+    assert "allow_anonymous=true" in refusal(HOST=host)
+    assert load(HOST=host, ALLOW_ANONYMOUS="true").host == host
+    assert load(HOST=host, AUTH_TOKENS_FILE=str(tmp_path / "t")).host == host
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.8.8.8", "::1", "localhost"]))
+    assert not any(map(is_loopback, ["localhost.example.org", "0", ""]))
+
+
+def test_an_instance_id_is_safe_in_paths() -> None:
+    assert "instance_id" in refusal(INSTANCE_ID="../x")
+
+
+def test_printed_settings_are_masked_and_can_be_read_again(tmp_path: Path) -> None:
+    settings = load(API_SECRET="hunter2", QUOTA__TENANTS="[a]")
+    text = render_settings(settings)
+    assert "hunter2" not in text
+    assert yaml.safe_load(text)["quota"] == {"max_bytes": 10, "tenants": ["a"]}
+    assert load(text, tmp_path / "c").quota == settings.quota
+
+
+def test_direct_construction_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_SAMPLE_PORT", "1")
+    assert SampleSettings().port == 8099
+    assert load_settings(SampleSettings).port == 1
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        load().port = 1
+
+
+def test_the_reader_lists_its_names() -> None:
+    names = EnvironmentReader(SampleSettings, "LMCACHE_SAMPLE_").names
+    assert {"LMCACHE_SAMPLE_PORT", "LMCACHE_SAMPLE_QUOTA", "LMCACHE_SAMPLE_QUOTA__TENANTS"} <= set(names)
+
+
+def test_merge_leaves_both_sides_alone() -> None:
+    base, over = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 9}, "d": {"e": 1}}
+    assert merge(base, over) == {"a": {"b": 9, "c": 2}, "d": {"e": 1}}
+    assert base == {"a": {"b": 1, "c": 2}, "d": 3}
