@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from typing import Annotated, Final
-from urllib.parse import urlsplit
 
 from lmcache_servicekit.settings import Port, ServiceSettings
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
-_REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel")
+_REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", "redis-sentinel://")
 
 
 def _check_redis_url(url: SecretStr) -> SecretStr:
     """The text of the error does not repeat the URL: it may hold a password."""
-    if urlsplit(url.get_secret_value()).scheme not in _REDIS_SCHEMES:
-        raise ValueError(f"a Redis URL begins with one of {', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}")
+    if not url.get_secret_value().startswith(_REDIS_SCHEMES):
+        raise ValueError(f"a Redis URL begins with one of {', '.join(_REDIS_SCHEMES)}")
     return url
 
 

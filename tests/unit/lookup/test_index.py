@@ -1,0 +1,111 @@
+"""What is special to one index: the embedded one's bounds, the breaker, Redis URLs."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.wire.backoff import Backoff
+from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
+from lmcache_lookup.index.embedded import EmbeddedIndex
+from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
+from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
+from lmcache_lookup.settings import LookupSettings
+from pydantic import SecretStr, ValidationError
+
+from tests.fixtures.broker import FakeClock
+from tests.fixtures.lookup_index import AwayIndex
+
+
+def test_the_list_of_options_is_known() -> None:
+    common = {"host", "log_level", "log_format", "auth_tokens_file", "allow_anonymous", "instance_id", "shutdown_grace_s"}
+    assert sorted(set(LookupSettings.model_fields) - common) == [
+        "default_ttl_ms",
+        "entry_ttl_s",
+        "max_chunks",
+        "max_instances",
+        "max_ttl_ms",
+        "min_ttl_ms",
+        "port",
+        "redis_timeout_ms",
+        "redis_url",
+        "redis_write_timeout_ms",
+        "sweep_interval_s",
+    ]
+
+
+@pytest.mark.parametrize("url", ["http://h", "hunter2", "", "redis:/h"])
+def test_a_wrong_redis_url_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises((ValidationError, ConfigError)) as caught:
+        create_index(LookupSettings(redis_url=SecretStr(url)))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://u:hunter2@h:port", "redis-sentinel://,:1/s", "redis-sentinel://h:x/s", "redis://[::1"])
+def test_an_unreadable_redis_url_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises((ValidationError, ConfigError)) as caught:
+        create_index(LookupSettings(redis_url=SecretStr(url)))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "rediss://u:p@h:1/2", "unix:///tmp/s", "redis-sentinel://u:p%40@a:1,b/main", "redis-sentinel://a"]
+)
+def test_redis_urls(url: str) -> None:
+    assert create_index(LookupSettings(redis_url=SecretStr(url))).name == "redis"
+
+
+def test_contradicting_ttls_are_refused() -> None:
+    with pytest.raises(ValidationError, match="ascending"):
+        LookupSettings(min_ttl_ms=20_000)
+
+
+def test_buckets_cover_all_ids_evenly() -> None:
+    assert {bucket_of(number.to_bytes(2, "big") + b"\0" * 14) for number in range(1 << 16)} == set(range(NUM_BUCKETS))
+
+
+async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None:
+    index = EmbeddedIndex(max_chunks=2, max_instances=1)
+    await index.renew("t", LeaseClaim("a", 1, "sidecar", 1000))
+    stores = [IndexEvent("store", "t", bytes([number]) * 16, "hot", 1) for number in (1, 2, 1, 3)]
+    await index.apply("t", EventBatch("a", 1, 0, stores))
+    found = await index.holders("t", [bytes([number]) * 16 for number in (1, 2, 3)])
+    assert [len(holders) for holders in found] == [1, 0, 1]
+
+
+async def test_the_breaker_holds_calls_back_and_lets_them_through_again() -> None:
+    clock = FakeClock()
+    away = AwayIndex()
+    guarded = GuardedIndex(away, Backoff(1.0, 4.0, clock, jitter=lambda: 1.0))
+    for _ in range(FAILURES_BEFORE_PAUSE):
+        with pytest.raises(UnavailableError):
+            await guarded.holders("t", [])
+    with pytest.raises(UnavailableError, match=r"next try in 1\.0 s"):
+        await guarded.holders("t", [])
+    assert (await guarded.sweep(), away.num_calls) == (0, FAILURES_BEFORE_PAUSE)
+    clock.now_s += 1.0
+    with pytest.raises(UnavailableError, match="the index is away"):
+        await guarded.holders("t", [])
+    with pytest.raises(UnavailableError, match=r"next try in 2\.0 s"):
+        await guarded.stats("t")
+    away.here = True
+    await guarded.ping()
+    assert await guarded.holders("t", [b"x"]) == [[]]
+
+
+async def test_one_slow_answer_does_not_open_the_breaker() -> None:
+    away = AwayIndex()
+    guarded = GuardedIndex(away)
+    for _ in range(3):
+        with pytest.raises(UnavailableError):
+            await guarded.ping()
+        away.here = True
+        await guarded.clear("t")
+        away.here = False
+    assert away.num_calls == 6
+
+
+def test_the_breaker_guards_every_method() -> None:
+    methods = [name for name, _ in inspect.getmembers(LookupIndex, inspect.isfunction) if not name.startswith("_")]
+    assert set(methods) <= set(vars(GuardedIndex))
