@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -53,7 +54,8 @@ def demo(
         console.print(f"[red]NOT AS SAID[/] {fault}", highlight=False)
     if faults:
         raise typer.Exit(EXIT_FAULT)
-    console.print("Every answer equals the one without a cache, token for token. No process of the demo is left.")
+    console.print("[dim]prompt, reused: tokens · MiB moved: + into the engine, - out of it · TTFT: ms to the first token[/]")
+    console.print("Every answer equals the one without a cache, token for token. No process is left.")
 
 
 def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> list[Step]:
@@ -71,10 +73,10 @@ def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> list[
 
 
 def _table(steps: list[Step]) -> Table:
-    table = Table(title="A prompt's KV, computed once")
-    table.add_column("step")
-    for heading in ("prompt tokens", "reused", "from", "MiB moved", "TTFT ms", "TTFT ms, no cache", "tokens equal"):
-        table.add_column(heading, justify="left" if heading == "from" else "right")
+    table = Table(title="A prompt's KV, computed once", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("engine, step", no_wrap=True)
+    for heading in ("prompt", "reused", "from", "MiB moved", "TTFT", "no cache", "equal"):
+        table.add_column(heading, justify="left" if heading == "from" else "right", no_wrap=True)
     for step in steps:
         answer, reference = step.answer, step.reference
         table.add_row(
@@ -91,9 +93,9 @@ def _table(steps: list[Step]) -> Table:
 
 
 def _moved(retrieved: int, stored: int) -> str:
-    parts = [f"{retrieved / MIB:.1f} in"] if retrieved else []
-    parts += [f"{stored / MIB:.1f} out"] if stored else []
-    return ", ".join(parts) or "0"
+    parts = [f"+{retrieved / MIB:.1f}"] if retrieved else []
+    parts += [f"-{stored / MIB:.1f}"] if stored else []
+    return " ".join(parts) or "0"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydoc_data import topics
 
-DOCUMENT_TOPICS = ("class", "function", "with", "try", "for", "while", "if", "assert", "import")
+DOCUMENT_TOPICS = ("with", "class", "global", "for")
 QUESTIONS = (
     "\n\nQuestion: What does the with statement do?\nAnswer: The with statement",
     "\n\nQuestion: How is a class defined?\nAnswer: A class definition",

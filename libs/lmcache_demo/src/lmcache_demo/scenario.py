@@ -14,7 +14,7 @@ from lmcache_demo.processes import Processes
 MAX_NEW_TOKENS = 24
 MIN_PROMPT_TOKENS = 2000
 HOT, PEER, REMOTE, NOWHERE = "Hot", "P2PBackend", "RemoteBackend", ""
-PLACES = {HOT: "its sidecar's memory", PEER: "peer sidecar A", REMOTE: "cache_storage", NOWHERE: "computed"}
+PLACES = {HOT: "own sidecar", PEER: "sidecar A", REMOTE: "cache_storage", NOWHERE: "computed"}
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def run_steps(processes: Processes, cluster: Cluster, say: Callable[[str], None]
     engine_a = Engine(processes, "engine-a", sidecar_a.socket)
     answer = engine_a.ask(first)
     cluster.wait_until_settled(sidecar_a)
-    yield Step("engine A, question 1", NOWHERE, answer, plain_first)
+    yield Step("A, question 1", NOWHERE, answer, plain_first)
     say("engine A reads it again with question 2")
-    yield Step("engine A, question 2", HOT, engine_a.ask(second), plain_second)
+    yield Step("A, question 2", HOT, engine_a.ask(second), plain_second)
     engine_a.end()
 
     say("engine B, at sidecar B, reads it with question 2")
     engine_b = Engine(processes, "engine-b", sidecar_b.socket)
-    yield Step("engine B, other sidecar", PEER, engine_b.ask(second), plain_second)
+    yield Step("B, other sidecar", PEER, engine_b.ask(second), plain_second)
     engine_b.end()
 
     say("sidecars A and B are killed; engine C starts at a fresh sidecar")
@@ -95,12 +95,12 @@ def run_steps(processes: Processes, cluster: Cluster, say: Callable[[str], None]
     sidecar_b.process.kill()
     sidecar_c = cluster.start_sidecar("sidecar-c")
     engine_c = Engine(processes, "engine-c", sidecar_c.socket)
-    yield Step("engine C, A and B killed", REMOTE, engine_c.ask(first), plain_first)
+    yield Step("C, A and B killed", REMOTE, engine_c.ask(first), plain_first)
     engine_c.end()
 
     say("every service and sidecar is killed; engine D is configured for a sidecar that is not there")
     sidecar_c.process.kill()
     cluster.kill_services()
     engine_d = Engine(processes, "engine-d", sidecar_c.socket)
-    yield Step("engine D, nothing left", NOWHERE, engine_d.ask(second), plain_second)
+    yield Step("D, all killed", NOWHERE, engine_d.ask(second), plain_second)
     engine_d.end()

@@ -196,11 +196,11 @@ async def test_a_cancelled_read_gives_its_memory_back(stack: TierStack, disk: Di
 
 async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierStack, disk: Disk) -> None:
     disk.delay_s = 30.0
-    names = [f"n{i}" for i in range(400)]
-    assert all(await put(stack, *names[:200]))
-    assert all(await put(stack, *names[200:]))
+    names = [f"n{i}" for i in range(700)]
+    assert all(await put(stack, *names[:300]))
+    assert all(await put(stack, *names[300:]))
     figures = stack.stats()["LocalDiskBackend"]
-    assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 4
+    assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 2
     assert figures["dropped_writes"] > 0
     assert not await stack.drain(0.05)
     disk.delay_s = 0.0

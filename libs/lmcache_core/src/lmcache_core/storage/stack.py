@@ -15,7 +15,7 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.write_behind import WriteBehind
 
 DEFAULT_TIMEOUT_S = 2.0
-DEFAULT_PENDING_SHARE = 4
+DEFAULT_PENDING_SHARE = 2
 """Writes that wait may hold one part in this many of the hot tier."""
 
 
