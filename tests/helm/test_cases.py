@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,11 +52,27 @@ def test_lint(chart: Chart, case: str, helm: str) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+@pytest.fixture(scope="module")
+def schemas_are_read_once() -> Iterator[None]:
+    """kubernetes-validate reads its files, some of megabytes, again for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kubernetes_validate.utils.schema_contents", functools.cache(kubernetes_validate.utils.schema_contents))
+        yield
+
+
 @every_case
+@pytest.mark.usefixtures("schemas_are_read_once")
 def test_objects_fit_kubernetes_schemas(chart: Chart, case: str) -> None:
     for manifest in render(chart, case).manifests:
         for version in KUBERNETES_VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schemas_refuse_what_kubernetes_does_not_know(chart: Chart) -> None:
+    manifest = copy.deepcopy(render(chart, "default").of_kind("Deployment")[0])
+    manifest["spec"]["template"]["spec"]["enableServiceLink"] = False
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSIONS[0], strict=True)
 
 
 @every_case
