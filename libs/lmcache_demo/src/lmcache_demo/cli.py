@@ -54,7 +54,7 @@ def demo(
         console.print(f"[red]NOT AS SAID[/] {fault}", highlight=False)
     if faults:
         raise typer.Exit(EXIT_FAULT)
-    console.print("[dim]prompt, reused: tokens · MiB moved: + into the engine, - out of it · TTFT: ms to the first token[/]")
+    console.print("[dim]prompt, reused: tokens · MiB: + into the engine, - out of it · TTFT: ms to the first token[/]")
     console.print("Every answer equals the one without a cache, token for token. No process is left.")
 
 
@@ -75,7 +75,7 @@ def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> list[
 def _table(steps: list[Step]) -> Table:
     table = Table(title="A prompt's KV, computed once", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("engine, step", no_wrap=True)
-    for heading in ("prompt", "reused", "from", "MiB moved", "TTFT", "no cache", "equal"):
+    for heading in ("prompt", "reused", "from", "MiB", "TTFT", "no cache", "equal"):
         table.add_column(heading, justify="left" if heading == "from" else "right", no_wrap=True)
     for step in steps:
         answer, reference = step.answer, step.reference

@@ -95,7 +95,7 @@ def run_steps(processes: Processes, cluster: Cluster, say: Callable[[str], None]
     sidecar_b.process.kill()
     sidecar_c = cluster.start_sidecar("sidecar-c")
     engine_c = Engine(processes, "engine-c", sidecar_c.socket)
-    yield Step("C, A and B killed", REMOTE, engine_c.ask(first), plain_first)
+    yield Step("C, A+B killed", REMOTE, engine_c.ask(first), plain_first)
     engine_c.end()
 
     say("every service and sidecar is killed; engine D is configured for a sidecar that is not there")
