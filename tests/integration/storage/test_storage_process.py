@@ -1,0 +1,255 @@
+"""cache_storage as a process: both doors, restarts, SIGKILL, clients that vanish, neighbours that are away."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from lmcache_core.errors import AuthenticationError
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import MissReason
+from lmcache_core.testing.backend_suite import payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
+from lmcache_core.wire import LmClient
+
+from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+
+LARGE_BYTES = 3_000_001
+A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
+
+
+def environ(directory: Path, **options: Any) -> dict[str, str]:
+    settings = {
+        "port": 0,
+        "lm_port": 0,
+        "memory_gb": 0.03,
+        "disk_path": directory / "disk",
+        "disk_gb": 0.05,
+        "instance_id": "storage-0",
+    }
+    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with running_service("lmcache_storage", tmp_path, environ(tmp_path)) as service:
+        yield service
+
+
+@asynccontextmanager
+async def doors(service: ServiceProcess, token: str | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
+    lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False) as rest:
+        yield rest, lm
+    await lm.close()
+
+
+async def settled(rest: httpx.AsyncClient) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
+            await asyncio.sleep(0.02)
+    return dict(stats)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+def allocator() -> Callable[[int], MemoryObj | None]:
+    arena = ArenaAllocator.anonymous(3 * LARGE_BYTES)
+    return lambda num_bytes: arena.allocate((num_bytes,), None)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, LARGE_BYTES])
+async def test_both_doors_lead_to_the_same_bytes(storage: ServiceProcess, num_bytes: int) -> None:
+    payload = make_payload("x", num_bytes)
+    async with doors(storage) as (rest, lm):
+        assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a", payload))).status_code == 201
+        assert await lm.put([make_chunk("b", payload=payload)]) == [True]
+        assert await lm.contains([make_key("a"), make_key("b"), make_key("c")]) == [True, True, False]
+        results = await lm.get([make_key("a"), make_key("b")], allocator())
+        assert [payload_of(result) for result in results] == [payload, payload]
+        assert (await rest.get(f"/v1/chunks/{B}")).content == make_record("b", payload)
+        assert await lm.remove([make_key("a")]) == 1
+        assert (await rest.get(f"/v1/chunks/{A}")).status_code == 404
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_restart_serves_from_the_disk(storage: ServiceProcess, end: signal.Signals) -> None:
+    async with doors(storage) as (rest, _):
+        for name in ("a", "b"):
+            await rest.put(f"/v1/chunks/{make_key(name).key.to_url()}", content=make_record(name, make_payload(name, 100_000)))
+        if end is signal.SIGKILL:
+            await settled(rest)
+    assert storage.stop(end) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
+    storage.start()
+    async with doors(storage) as (rest, lm):
+        for name in ("a", "b"):
+            got = await rest.get(f"/v1/chunks/{make_key(name).key.to_url()}")
+            assert got.content == make_record(name, make_payload(name, 100_000))
+        stats = await settled(rest)
+        assert stats["tiers"]["LocalDiskBackend"]["damaged_at_start"] == 0
+        assert await lm.contains([make_key("a"), make_key("b")]) == [True, True]
+
+
+def send_part(port: int, key: str, record: bytes, num_bytes: int) -> socket.socket:
+    """Begin a PUT of a record and stop in the middle of it."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(f"PUT /v1/chunks/{key} HTTP/1.1\r\nHost: storage\r\nContent-Length: {len(record)}\r\n\r\n".encode())
+    connection.sendall(record[:num_bytes])
+    return connection
+
+
+async def test_sigkill_in_the_middle_of_a_put_leaves_nothing_of_it(storage: ServiceProcess) -> None:
+    record = make_record("b", make_payload("b", LARGE_BYTES))
+    async with doors(storage) as (rest, _):
+        await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+        await settled(rest)
+        with send_part(storage.ports["port"], B, record, LARGE_BYTES // 2):
+            await until(lambda: takes_memory(rest, LARGE_BYTES))
+            storage.stop(signal.SIGKILL)
+    storage.start()
+    async with doors(storage) as (rest, _):
+        assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
+        assert (await rest.get(f"/v1/chunks/{B}")).status_code == 404
+        assert (await rest.put(f"/v1/chunks/{B}", content=record)).status_code == 201
+        assert (await rest.get(f"/v1/chunks/{B}")).content == record
+
+
+async def takes_memory(rest: httpx.AsyncClient, at_least: int) -> bool:
+    stats = (await rest.get("/v1/stats")).json()
+    return bool(stats["tiers"]["Hot"]["arena_used_bytes"] >= at_least)
+
+
+async def is_free(rest: httpx.AsyncClient) -> bool:
+    hot = (await rest.get("/v1/stats")).json()["tiers"]["Hot"]
+    return bool(hot["arena_used_bytes"] == hot["used_bytes"])
+
+
+async def test_clients_that_vanish_leave_no_trace(storage: ServiceProcess) -> None:
+    record = make_record("a", make_payload("a", LARGE_BYTES))
+    async with doors(storage) as (rest, _):
+        with send_part(storage.ports["port"], A, record, LARGE_BYTES // 2):
+            await until(lambda: takes_memory(rest, LARGE_BYTES))
+        await until(lambda: is_free(rest))
+        assert (await rest.get(f"/v1/chunks/{A}")).status_code == 404
+        await rest.put(f"/v1/chunks/{A}", content=record)
+        for path, method, body in (("/v1/chunks/" + A, "GET", ""), ("/v1/chunks:get", "POST", f'{{"keys": ["{A}", "{A}"]}}')):
+            with socket.create_connection(("127.0.0.1", storage.ports["port"])) as reader:
+                head = f"{method} {path} HTTP/1.1\r\nHost: storage\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                reader.sendall((head + body).encode())
+                assert reader.recv(1000).startswith(b"HTTP/1.1 200")
+            await until(lambda: is_evictable(rest))
+            await rest.put(f"/v1/chunks/{A}", content=record)
+    assert "Traceback" not in storage.output
+
+
+async def is_evictable(rest: httpx.AsyncClient) -> bool:
+    """Whether nobody references the chunk any more; it is then gone from memory."""
+    answer = await rest.post("/v1/admin/evict", json={"num_bytes": 1})
+    return bool(answer.json()["freed_bytes"])
+
+
+async def test_tokens_guard_both_doors(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    with running_service("lmcache_storage", tmp_path, environ(tmp_path, auth_tokens_file=tokens)) as storage:
+        async with doors(storage, TOKENS["acme"]) as (rest, acme), doors(storage, TOKENS["rival"]) as (_, rival):
+            await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+            assert await acme.contains([make_key("a")]) == [True]
+            assert await rival.contains([make_key("a")]) == [False]
+            assert await rival.remove([make_key("a")]) == 0
+            assert [payload_of(result) for result in await rival.get([make_key("a")], allocator())] == [MissReason.NEVER_STORED]
+            assert (await rest.get("/v1/chunks", headers=bearer("rival"))).json()["chunks"] == []
+            assert (await rest.get(f"/v1/chunks/{A}", headers={"authorization": ""})).status_code == 401
+            nobody = LmClient("127.0.0.1", storage.ports["lm_port"], None)
+            with pytest.raises(AuthenticationError):
+                await nobody.contains([make_key("a")])
+            await nobody.close()
+
+
+async def test_draining_refuses_puts_at_both_doors_and_serves_on(storage: ServiceProcess) -> None:
+    async with doors(storage) as (rest, lm):
+        await lm.put([make_chunk("a")])
+        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True}
+        assert (await rest.get("/readyz")).status_code == 503
+        assert (await rest.put(f"/v1/chunks/{B}", content=make_record("b"))).status_code == 503
+        assert await lm.put([make_chunk("b")]) == [False]
+        assert [payload_of(result) for result in await lm.get([make_key("a")], allocator())] == [make_payload("a")]
+        assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
+
+
+def test_a_second_process_on_the_same_disk_does_not_start(storage: ServiceProcess, tmp_path: Path) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "lmcache_storage"], env=storage.environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert second.returncode != 0
+    assert "in use by another process" in second.stderr
+
+
+def test_bad_settings_end_with_code_2_and_a_remedy(tmp_path: Path) -> None:
+    env = environ(tmp_path) | {"LMCACHE_STORAGE_MEMORY_GIG": "4"}
+    ended = subprocess.run([sys.executable, "-m", "lmcache_storage"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "LMCACHE_STORAGE_MEMORY_GIG" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_neighbours_that_are_away_are_not_missed(tmp_path: Path) -> None:
+    nowhere = {"lookup_url": "http://127.0.0.1:9", "broker_url": "http://127.0.0.1:9"}
+    with running_service("lmcache_storage", tmp_path, environ(tmp_path, **nowhere)) as storage:
+        async with doors(storage) as (rest, lm):
+            ready = await rest.get("/readyz")
+            assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+            assert await lm.put([make_chunk("a")]) == [True]
+            assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
+        assert storage.stop(signal.SIGTERM) == 0
+
+
+async def test_neighbours_know_what_is_held_also_after_a_restart(tmp_path: Path) -> None:
+    chunk_id = make_key("a").key.chunk_id().hex()
+    with (
+        running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
+        running_service("lmcache_broker", tmp_path, {"LMCACHE_BROKER_PORT": "0"}) as broker,
+        running_service("lmcache_storage", tmp_path, environ(tmp_path, lookup_url=lookup.url, broker_url=broker.url)) as storage,
+        httpx.Client(trust_env=False) as http,
+    ):
+
+        async def is_known() -> bool:
+            answer = http.post(f"{lookup.url}/v1/lookup", json={"chunk_ids": [chunk_id], "exclude": []}).json()
+            tiers = {holder["tier"] for holders in answer["holders"] for holder in holders if holder["instance"] == "storage-0"}
+            return "LocalDiskBackend" in tiers
+
+        async def is_unknown() -> bool:
+            return not await is_known()
+
+        async def serves() -> bool:
+            peers = http.get(f"{broker.url}/v1/peers").json()["peers"]
+            return [(peer["id"], peer["kind"], peer["distributed_url"]) for peer in peers] == [
+                ("storage-0", "storage", f"lm://127.0.0.1:{storage.ports['lm_port']}")
+            ]
+
+        async with doors(storage) as (rest, _):
+            await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+        await until(is_known)
+        await until(serves)
+        storage.stop(signal.SIGKILL)
+        storage.start()
+        await until(is_known)
+        await until(serves)
+        async with doors(storage) as (rest, _):
+            await rest.delete(f"/v1/chunks/{A}")
+        await until(is_unknown)
