@@ -168,6 +168,28 @@ async def test_a_path_that_cannot_be_a_directory_is_unavailable(tmp_path):
         await LocalDiskBackend(tmp_path / "file", CAPACITY_BYTES).open()
 
 
+async def test_a_directory_that_cannot_be_read_is_unavailable(tmp_path):
+    class Unreadable(DiskFiles):
+        def list_directory(self, path):
+            raise PermissionError(13, "Permission denied")
+
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Unreadable())
+    with pytest.raises(UnavailableError, match="Permission denied"):
+        await disk.open()
+    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
+    await again.open()
+    await again.close()
+
+
+async def test_nobody_else_may_look_into_the_directory(tmp_path):
+    disk = LocalDiskBackend(tmp_path / "made", CAPACITY_BYTES)
+    await disk.open()
+    await put(disk, "a")
+    await disk.close()
+    assert (tmp_path / "made").stat().st_mode & 0o007 == 0
+    assert all(path.stat().st_mode & 0o007 == 0 for path in tmp_path.rglob("*.kvr"))
+
+
 def test_a_capacity_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="must be positive"):
         LocalDiskBackend(tmp_path, 0)

@@ -93,7 +93,7 @@ class LocalDiskBackend(StorageBackend):
         try:
             await asyncio.wrap_future(self._submit(self._acquire))
             self._loading = self._submit(self._store.load)
-            await asyncio.wait([asyncio.wrap_future(self._loading)], timeout=LOAD_WAIT_S)
+            await _wait([self._loading], LOAD_WAIT_S)
             if self._loading.done():
                 self._loading.result()
             else:
@@ -112,7 +112,7 @@ class LocalDiskBackend(StorageBackend):
             return
         pool.shutdown(wait=False, cancel_futures=True)
         if self._running:
-            await asyncio.wait([asyncio.wrap_future(future) for future in list(self._running)], timeout=CLOSE_WAIT_S)
+            await _wait(list(self._running), CLOSE_WAIT_S)
         if self._running:
             logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
         else:
@@ -121,7 +121,7 @@ class LocalDiskBackend(StorageBackend):
     async def wait_loaded(self) -> None:
         """Wait until the directory has been read, or could not be."""
         if self._loading is not None:
-            await asyncio.wait([asyncio.wrap_future(self._loading)])
+            await _wait([self._loading])
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -157,7 +157,7 @@ class LocalDiskBackend(StorageBackend):
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
         if futures:
-            await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+            await _wait(futures)
         return [not future.cancelled() and future.result() for future in futures]
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
@@ -203,7 +203,7 @@ class LocalDiskBackend(StorageBackend):
 
     async def _await_reads(self, jobs: Sequence[_Job]) -> None:
         try:
-            await asyncio.wait([asyncio.wrap_future(future) for _, _, future in jobs])
+            await _wait([future for _, _, future in jobs])
             for _, _, future in jobs:
                 if not future.cancelled() and (bug := future.exception()) is not None:
                     raise bug
@@ -236,6 +236,14 @@ class LocalDiskBackend(StorageBackend):
         if self._on_removed is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
                 self._loop.call_soon_threadsafe(self._on_removed, key)
+
+
+async def _wait(futures: Sequence[concurrent.futures.Future[Any]], timeout_s: float | None = None) -> None:
+    """Wait until they are done; what they hold is read from them afterwards. Cancelling the wait cancels none of them."""
+    done, _ = await asyncio.wait([asyncio.wrap_future(future) for future in futures], timeout=timeout_s)
+    for future in done:
+        if not future.cancelled():
+            future.exception()  # seen, so that it is not reported as overlooked
 
 
 def _abandon(future: concurrent.futures.Future[Result], memory: MemoryObj) -> None:

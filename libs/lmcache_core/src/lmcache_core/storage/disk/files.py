@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FILE_MODE = 0o640
+DIRECTORY_MODE = 0o750
 
 
 class DiskFiles:
@@ -14,7 +15,7 @@ class DiskFiles:
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and its parents, unless it is there."""
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def list_directory(self, path: Path) -> list[str]:
         """Names in a directory, sorted."""
