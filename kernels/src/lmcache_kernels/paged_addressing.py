@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,9 +19,9 @@ WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile_addresses(
-    table_ptr: Any, slots_ptr: Any, blob_ptr: Any, num_tokens: Any, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr
-) -> tuple[Any, Any, Any]:
+def tile_addresses(  # type: ignore[no-untyped-def]
+    table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr
+):
     """Addresses of this program's tile in the pages and in the chunk.
 
     Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of pages `s` (K of every layer, then V), words `[j * TILE_WORDS, …)` of each row.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 
@@ -12,9 +11,9 @@ from lmcache_kernels.paged_layout import PagedLayout
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def paged_gather_kernel(
-    table_ptr: Any, slots_ptr: Any, blob_ptr: Any, num_tokens: Any, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr
-) -> None:
+def paged_gather_kernel(  # type: ignore[no-untyped-def]
+    table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr
+):
     """Copy one tile from the pages to the chunk. Arguments as in `paged_addressing.tile_addresses`."""
     page_ptrs, blob_ptrs, mask = tile_addresses(table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, BLOCK_SIZE, WORD)
     tl.store(blob_ptrs, tl.load(page_ptrs, mask=mask), mask=mask)
@@ -34,7 +33,7 @@ def launch(layout: PagedLayout) -> None:
     paged_gather_kernel[grid](
         pointer_table(layout, word_bytes),
         layout.slots,
-        layout.blob.view(-1),
+        layout.blob.view(-1).view(torch.uint8),
         layout.slots.numel(),
         ROW_WORDS=layout.row_bytes // word_bytes,
         BLOCK_SIZE=layout.block_size,
