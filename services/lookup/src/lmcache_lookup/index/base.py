@@ -140,7 +140,7 @@ class LookupIndex(abc.ABC):
         """Who holds each chunk, in one round trip.
 
         Returns:
-            One list for each chunk id, empty where no live instance holds it.
+            One list for each chunk id, empty where no live instance holds it. Not to be changed: chunks may share a list.
         """
 
     @abc.abstractmethod

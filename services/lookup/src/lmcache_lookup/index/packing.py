@@ -7,7 +7,7 @@ lmc:{i}:version        changes with every change of who is alive
 lmc:{i}:numbers        last instance number that was given out
 lmc:{i}:tenants        set of tenants that have buckets
 ```
-The bucket is the first 12 bits of the chunk id, in three hex digits; what stands in braces decides the slot in Redis Cluster. A holder:
+The bucket is the first 12 bits of the chunk id, in three hex digits; what stands in braces is a hash tag. A holder:
 ```
  0  4  instance number     little-endian
  4  8  incarnation
@@ -28,6 +28,8 @@ LEASES_KEY: Final = "lmc:{i}:leases"
 VERSION_KEY: Final = "lmc:{i}:version"
 NUMBERS_KEY: Final = "lmc:{i}:numbers"
 TENANTS_KEY: Final = "lmc:{i}:tenants"
+
+NUMBER_BYTES: Final = 4
 
 _HOLDER = struct.Struct("<IQQB")
 
@@ -60,6 +62,11 @@ def pack_holder(holder: PackedHolder) -> bytes:
     """The bytes of one holder."""
     tier = holder.tier.encode("ascii")
     return _HOLDER.pack(holder.number, holder.incarnation, holder.size_bytes, len(tier)) + tier
+
+
+def pack_life(incarnation: int, size_bytes: int, tier: str) -> bytes:
+    """The bytes of one holder from its incarnation on: the number is Redis' to know."""
+    return pack_holder(PackedHolder(0, incarnation, size_bytes, tier))[NUMBER_BYTES:]
 
 
 def unpack_holders(data: bytes) -> Iterator[PackedHolder]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -12,7 +12,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from lmcache_lookup.index import redis_scripts as scripts
 
@@ -64,30 +64,6 @@ class RedisConnection:
     async def run(self, script: str, keys: list[str], argv: Sequence[Argument]) -> Any:
         """Run a script by its digest; its text is sent where Redis has forgotten it."""
         return await self._scripts[script](keys, argv)
-
-    async def run_many(self, script: str, calls: Sequence[tuple[str, Sequence[Argument]]]) -> None:
-        """Run a script on many keys in one pipeline. It may run twice on some of them.
-
-        Args:
-            script: One of `redis_scripts`.
-            calls: Key and arguments of each run.
-        """
-
-        async def run_all() -> None:
-            pipeline = self.client.pipeline(transaction=False)
-            for key, argv in calls:
-                pipeline.execute_command("EVALSHA", self._scripts[script].sha, 1, key, *argv)
-            await pipeline.execute()
-
-        await self._with_script(script, run_all)
-
-    async def _with_script(self, script: str, call: Callable[[], Awaitable[None]]) -> None:
-        """A pipeline cannot send the text of a script that Redis has forgotten; load it, then try once more."""
-        try:
-            await call()
-        except NoScriptError:
-            await self.client.script_load(script)
-            await call()
 
 
 def _options(timeout_s: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The index in Redis: any number of stateless replicas share it.
 
-A lookup is one pipeline: the version of the lease table and one HMGET for each touched bucket. The table itself is read again only when its
-version changed or a lease in it may have run out.
+A lookup is one call: the version of the lease table, and the values of the chunks. The table itself is read again only when its version
+changed or a lease in it may have run out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
     MAX_STORED_HOLDERS_PER_CHUNK,
     EventBatch,
-    IndexEvent,
     IndexStats,
     InstanceStatus,
     LeaseClaim,
@@ -34,12 +33,11 @@ from lmcache_lookup.index.packing import (
     NUMBERS_KEY,
     TENANTS_KEY,
     VERSION_KEY,
-    PackedHolder,
     bucket_key,
     bucket_of,
     lease_field,
-    pack_holder,
     pack_identity,
+    pack_life,
     unpack_holders,
 )
 from lmcache_lookup.index.redis_connection import Argument, RedisConnection
@@ -116,12 +114,18 @@ class RedisIndex(LookupIndex):
         return bool(await self._write(self._connection.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
 
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """See `LookupIndex.apply`.
-
-        The number is raised after the buckets are written: if Redis goes away in between, the batch comes again, and writing an event a
-        second time changes nothing.
-        """
-        return await self._write(self._apply(owner, batch))
+        """See `LookupIndex.apply`: one script, so that number and entries change together or not at all."""
+        keys = {LEASES_KEY: 1, TENANTS_KEY: 2}
+        flat: list[Argument] = []
+        for event in batch.events:
+            place = keys.setdefault(bucket_key(event.tenant, bucket_of(event.chunk_id)), len(keys) + 1)
+            flat += [place, event.chunk_id, pack_life(batch.incarnation, event.size_bytes, event.tier), int(event.op == "store")]
+        tenants = sorted({event.tenant for event in batch.events})
+        head: list[Argument] = [lease_field(owner, batch.instance), _text(batch.incarnation), batch.first_sequence]
+        bounds: list[Argument] = [self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK]
+        argv = [*head, *bounds, len(tenants), *tenants, *flat]
+        next_sequence, resync = await self._write(self._connection.run(scripts.APPLY, list(keys), argv))
+        return LeaseState(next_sequence, bool(resync))
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
@@ -171,39 +175,20 @@ class RedisIndex(LookupIndex):
             pipeline.hlen(bucket_key(tenant, bucket))
         return IndexStats(sum(await self._write(pipeline.execute())), len(await self.instances(tenant)))
 
-    async def _apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        field, incarnation = lease_field(owner, batch.instance), _text(batch.incarnation)
-        argv: list[Argument] = [field, incarnation, batch.first_sequence]
-        next_sequence, resync, number = await self._connection.run(scripts.CHECK, [LEASES_KEY], argv)
-        fresh = batch.events[next_sequence - batch.first_sequence :] if not resync else []
-        if not fresh:
-            return LeaseState(next_sequence, bool(resync))
-        await self._update_buckets(number, batch.incarnation, fresh)
-        tenants = sorted({event.tenant for event in fresh})
-        argv = [field, incarnation, batch.first_sequence + len(batch.events), *tenants]
-        next_sequence, resync = await self._connection.run(scripts.COMMIT, [LEASES_KEY, TENANTS_KEY], argv)
-        return LeaseState(next_sequence, bool(resync))
-
-    async def _update_buckets(self, number: int, incarnation: int, events: Sequence[IndexEvent]) -> None:
-        by_key: defaultdict[str, list[Argument]] = defaultdict(lambda: [self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK])
-        for event in events:
-            holder = pack_holder(PackedHolder(number, incarnation, event.size_bytes, event.tier))
-            by_key[bucket_key(event.tenant, bucket_of(event.chunk_id))] += [event.chunk_id, holder, int(event.op == "store")]
-        await self._connection.run_many(scripts.UPDATE, list(by_key.items()))
-
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        buckets = _by_bucket(chunk_ids)
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.get(VERSION_KEY)
-        for bucket, places in buckets.items():
-            pipeline.hmget(bucket_key(tenant, bucket), [chunk_ids[place] for place in places])
-        version, *pages = await pipeline.execute()
-        if (version or b"") != self._table.version or self._clock() >= self._table.stale_at:
+        keys, argv, places = [VERSION_KEY], list[Argument](), list[int]()
+        for bucket, inside in _by_bucket(chunk_ids).items():
+            keys.append(bucket_key(tenant, bucket))
+            argv += [len(inside), *(chunk_ids[place] for place in inside)]
+            places += inside
+        version, *values = await self._connection.run(scripts.READ, keys, argv)
+        if version != self._table.version or self._clock() >= self._table.stale_at:
             await self._load_table()
-        result: list[list[Holder]] = [[] for _ in chunk_ids]
-        for places, page in zip(buckets.values(), pages, strict=True):
-            for place, value in zip(places, page, strict=True):
-                result[place] = self._live_holders(value or b"")
+        # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
+        read: dict[bytes | None, list[Holder]] = {value: self._live_holders(value or b"") for value in set(values)}
+        result: list[list[Holder]] = [[]] * len(chunk_ids)
+        for place, value in zip(places, values, strict=True):
+            result[place] = read[value]
         return result
 
     def _live_holders(self, value: bytes) -> list[Holder]:

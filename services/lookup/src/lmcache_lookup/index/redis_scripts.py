@@ -1,8 +1,11 @@
-"""What has to be atomic in Redis, as Lua. Each script touches keys of one slot only.
+"""What has to be atomic, or one round trip, in Redis: Lua.
 
 A lease is a JSON array `[number, incarnation, kind, expires_ms, next_sequence, resync]`. Incarnations are decimal text of 20 digits, since
 Lua's numbers are doubles; `expires_ms` is in Redis' own clock. The version is the time of the last change: unlike a counter, it does not
 come back after a flush.
+
+`APPLY` and `READ` touch many buckets in one call: measured on two cores, 4096 chunks are read in 19 ms this way and in 140 ms by a pipeline
+of HMGETs. The price is that they need one Redis, alone or behind sentinels: the keys' hash tags are ready for Redis Cluster, these are not.
 """
 
 from __future__ import annotations
@@ -62,30 +65,46 @@ return lease[4] > now_ms and 1 or 0
 """
 )
 
-# KEYS leases. ARGV field, incarnation, first_sequence. Returns {next_sequence, resync, instance number}.
-CHECK: Final = (
+# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, ttl_s, max_holders, number of tenants, tenant..., and for each
+# event the position of its bucket in KEYS, chunk id, holder without its instance number (see `packing`), 1 for a store or 0.
+# Returns {next_sequence, resync}. Entries of the same instance in another incarnation are dropped on the way: they are dead.
+APPLY: Final = (
     _NOW
     + """
-local raw = redis.call('HGET', KEYS[1], ARGV[1])
-if not raw then return {0, 1, 0} end
-local lease = cjson.decode(raw)
-if lease[4] <= now_ms or lease[2] ~= ARGV[2] or lease[6] == 1 then return {0, 1, 0} end
-return {lease[5], tonumber(ARGV[3]) > lease[5] and 1 or 0, lease[1]}
-"""
-)
-
-# KEYS leases, tenants. ARGV field, incarnation, next_sequence, tenant... Returns {next_sequence, resync}.
-COMMIT: Final = (
-    _NOW
-    + """
-for i = 4, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
-local raw = redis.call('HGET', KEYS[1], ARGV[1])
+local field, incarnation, first, max_holders = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
+local raw = redis.call('HGET', KEYS[1], field)
 if not raw then return {0, 1} end
 local lease = cjson.decode(raw)
-if lease[2] ~= ARGV[2] then return {0, 1} end
-lease[5] = math.max(lease[5], tonumber(ARGV[3]))
-save(ARGV[1], lease)
-return {lease[5], lease[6]}
+if lease[4] <= now_ms or lease[2] ~= incarnation or lease[6] == 1 then return {0, 1} end
+if first > lease[5] then return {lease[5], 1} end
+local number = struct.pack('<I4', lease[1])
+local begin = 7 + tonumber(ARGV[6])
+local touched = {}
+for i = begin + 4 * (lease[5] - first), #ARGV, 4 do
+  local bucket, id, rest = KEYS[tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]
+  local same_life, tier = string.sub(rest, 1, 8), string.sub(rest, 18)
+  local old = redis.call('HGET', bucket, id) or ''
+  local kept, at = {}, 1
+  while at + 20 <= #old do
+    local stop = at + 20 + string.byte(old, at + 20)
+    local mine = string.sub(old, at, at + 3) == number
+    if not mine or (string.sub(old, at + 4, at + 11) == same_life and string.sub(old, at + 21, stop) ~= tier) then
+      kept[#kept + 1] = string.sub(old, at, stop)
+    end
+    at = stop + 1
+  end
+  if ARGV[i + 3] == '1' then
+    if #kept >= max_holders then table.remove(kept, 1) end
+    kept[#kept + 1] = number .. rest
+  end
+  if #kept > 0 then redis.call('HSET', bucket, id, table.concat(kept)) else redis.call('HDEL', bucket, id) end
+  touched[bucket] = true
+end
+for bucket in pairs(touched) do redis.call('EXPIRE', bucket, ARGV[4]) end
+for i = 7, begin - 1 do redis.call('SADD', KEYS[2], ARGV[i]) end
+lease[5] = math.max(lease[5], first + (#ARGV - begin + 1) / 4)
+save(field, lease)
+return {lease[5], 0}
 """
 )
 
@@ -113,30 +132,15 @@ return {now_ms, redis.call('GET', KEYS[2]) or '', redis.call('HGETALL', KEYS[1])
 """
 )
 
-# KEYS bucket. ARGV ttl_s, max_holders, then (chunk id, holder, stores) for each event, a holder being packed as in `packing`.
-# Entries of the same instance in another incarnation go too: they are dead.
-UPDATE: Final = """
-local max_holders = tonumber(ARGV[2])
-for i = 3, #ARGV, 3 do
-  local id, holder, stores = ARGV[i], ARGV[i + 1], ARGV[i + 2] == '1'
-  local number, incarnation, tier = string.sub(holder, 1, 4), string.sub(holder, 5, 12), string.sub(holder, 22)
-  local old = redis.call('HGET', KEYS[1], id) or ''
-  local kept, at = {}, 1
-  while at + 20 <= #old do
-    local stop = at + 20 + string.byte(old, at + 20)
-    local mine = string.sub(old, at, at + 3) == number
-    if not mine or (string.sub(old, at + 4, at + 11) == incarnation and string.sub(old, at + 21, stop) ~= tier) then
-      kept[#kept + 1] = string.sub(old, at, stop)
-    end
-    at = stop + 1
-  end
-  if stores then
-    if #kept >= max_holders then table.remove(kept, 1) end
-    kept[#kept + 1] = holder
-  end
-  if #kept > 0 then redis.call('HSET', KEYS[1], id, table.concat(kept)) else redis.call('HDEL', KEYS[1], id) end
+# KEYS version, bucket... ARGV for each bucket the number of its chunk ids, then these. Returns {version, value...} in the order of ARGV.
+READ: Final = """
+local found, at = {redis.call('GET', KEYS[1]) or ''}, 1
+for k = 2, #KEYS do
+  local last = at + tonumber(ARGV[at])
+  for i = at + 1, last do found[#found + 1] = redis.call('HGET', KEYS[k], ARGV[i]) end
+  at = last + 1
 end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
+return found
 """
 
 # KEYS bucket. ARGV (chunk id, identity) for each dead holder, an identity being its first 12 bytes. Returns how many went.
@@ -155,4 +159,4 @@ end
 return gone
 """
 
-ALL: Final = (RENEW, END, CHECK, COMMIT, RESYNC, TABLE, UPDATE, PRUNE)
+ALL: Final = (RENEW, END, APPLY, RESYNC, TABLE, READ, PRUNE)
