@@ -1,0 +1,117 @@
+"""Answers let go of their chunks whatever becomes of the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import pytest
+from fastapi import Response
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import ServerLimits
+from lmcache_storage.chunks.responses import SLICE_BYTES, RecordResponse, RecordsResponse
+
+LIMITS = ServerLimits(transfer_timeout_s=0.05, min_bytes_per_s=1 << 40, get_batch=2)
+NUM_CHUNKS = 5
+PAYLOAD_BYTES = SLICE_BYTES + 1
+
+
+class Client:
+    """Takes so many messages, then does what it was told to."""
+
+    def __init__(self, patience: int, then: Callable[[], Awaitable[Any]] | None = None) -> None:
+        self._patience = patience
+        self._then = then
+        self.messages: list[MutableMapping[str, Any]] = []
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if len(self.messages) >= self._patience and self._then is not None:
+            await self._then()
+        self.messages.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.messages[-1].get("more_body", False)
+
+
+async def stall() -> None:
+    await asyncio.sleep(60)
+
+
+async def vanish() -> None:
+    raise ConnectionResetError
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[TierStack]:
+    arena = ArenaAllocator.anonymous(8 << 20)
+    made = TierStack(LocalCPUBackend(arena, create_policy()))
+    await made.open()
+    assert all(await made.batched_put([make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES)) for i in range(NUM_CHUNKS)]))
+    yield made
+    await made.close()
+    assert arena.used_bytes == 0, "a reference was not given back"
+
+
+async def one(stack: TierStack) -> Response:
+    [chunk] = stack.hot.get_many([make_key(0)])
+    assert chunk is not None
+    return RecordResponse(chunk, LIMITS)
+
+
+async def many(stack: TierStack) -> Response:
+    return RecordsResponse(LocalStore(stack, lambda: True), [make_key(i) for i in range(NUM_CHUNKS)], LIMITS)
+
+
+async def receive() -> MutableMapping[str, Any]:
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("make", [one, many])
+async def test_a_patient_client_gets_everything(stack: TierStack, make: Callable[[TierStack], Awaitable[Response]]) -> None:
+    client = Client(0)
+    await (await make(stack))({"type": "http"}, receive, client)
+    names = range(1 if make is one else NUM_CHUNKS)
+    wanted = [make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES)) for i in names]
+    assert client.body == b"".join(chunk.head + bytes(chunk.memory.byte_array) for chunk in wanted)
+    assert client.is_complete
+
+
+@pytest.mark.parametrize("make", [one, many])
+@pytest.mark.parametrize("patience", [1, 2, 3])
+async def test_a_client_that_stalls_is_left_with_half_an_answer(
+    stack: TierStack, make: Callable[[TierStack], Awaitable[Response]], patience: int
+) -> None:
+    client = Client(patience, stall)
+    await (await make(stack))({"type": "http"}, receive, client)
+    assert not client.is_complete or len(client.messages) == 1
+
+
+@pytest.mark.parametrize("make", [one, many])
+@pytest.mark.parametrize("patience", [0, 1, 3])
+async def test_a_client_that_vanishes_is_not_the_chunks_problem(
+    stack: TierStack, make: Callable[[TierStack], Awaitable[Response]], patience: int
+) -> None:
+    with pytest.raises(ConnectionResetError):
+        await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
+
+
+async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(stack: TierStack) -> None:
+    client = Client(0)
+    await (await one(stack))({"type": "http"}, receive, client)
+    stack.hot.clear_now()
+    memory = stack.allocate(7 << 20)
+    assert memory is not None
+    memory.byte_array[:] = b"\xa5" * len(memory.byte_array)
+    memory.ref_count_down()
+    assert client.body.endswith(make_payload(0, PAYLOAD_BYTES))
