@@ -19,7 +19,7 @@ from tests.fixtures.redis_server import RedisServer, running_redis
 
 MAX_INSTANCES = 8
 LONG_MS = 60_000
-SHORT_MS = 150
+SHORT_MS = 400
 TAKEN = LeaseState(0, False)
 HOLDS_BACK = LeaseState(0, True)
 

@@ -110,11 +110,11 @@ async def test_a_graceful_end_of_an_instance_takes_its_holdings_along(service: S
 
 async def test_a_dead_instance_vanishes_with_its_lease(service: ServiceProcess) -> None:
     async with client_of(service) as client:
-        lease = await client.renew_instance("mute", incarnation=1, kind="storage", ttl_ms=200)
-        assert (lease.ttl_ms, lease.resync) == (200, False)
+        lease = await client.renew_instance("mute", incarnation=1, kind="storage", ttl_ms=1000)
+        assert (lease.ttl_ms, lease.resync) == (1000, False)
         await client.send_events("mute", incarnation=1, first_sequence=0, events=[StoreEvent("store", A.hex(), "disk", 3)])
         assert await prefix(client, A) == [["mute"]]
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.1)
         assert await prefix(client, A) == []
 
 
