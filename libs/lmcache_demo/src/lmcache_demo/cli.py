@@ -93,8 +93,8 @@ def _table(steps: list[Step]) -> Table:
 
 
 def _moved(retrieved: int, stored: int) -> str:
-    parts = [f"+{retrieved / MIB:.1f}"] if retrieved else []
-    parts += [f"-{stored / MIB:.1f}"] if stored else []
+    parts = [f"+{retrieved / MIB:.0f}"] if retrieved else []
+    parts += [f"-{stored / MIB:.0f}"] if stored else []
     return " ".join(parts) or "0"
 
 

@@ -87,7 +87,7 @@ def run_steps(processes: Processes, cluster: Cluster, say: Callable[[str], None]
 
     say("engine B, at sidecar B, reads it with question 2")
     engine_b = Engine(processes, "engine-b", sidecar_b.socket)
-    yield Step("B, other sidecar", PEER, engine_b.ask(second), plain_second)
+    yield Step("B, 2nd sidecar", PEER, engine_b.ask(second), plain_second)
     engine_b.end()
 
     say("sidecars A and B are killed; engine C starts at a fresh sidecar")

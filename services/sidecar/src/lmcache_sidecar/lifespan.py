@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator, SharedArena, create_shared_arena
 from lmcache_core.memory.shared import unlink_shared_arena
@@ -36,7 +37,11 @@ from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings
 from lmcache_sidecar.socket import SessionContext, SocketServer
 
+logger = logging.getLogger(__name__)
+wait_before_retry = asyncio.sleep
+
 CLIENT_TIMEOUT_S = 1.0
+ARENA_RETRY_S = 5.0
 
 
 @asynccontextmanager
@@ -65,7 +70,8 @@ class _Opening:
     async def open(self) -> SidecarParts:
         settings = self._settings
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
-        arena = await asyncio.to_thread(create_shared_arena, settings.arena_path, int(settings.arena_gb * BYTES_PER_GB))
+        await self._open_probes()
+        arena = await self._make_arena()
         self._exits.callback(unlink_shared_arena, arena)
         await self._open_clients()
         stack, local_tiers = await self._open_tiers(arena)
@@ -81,12 +87,35 @@ class _Opening:
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
         self._add_health_checks(parts)
-        if settings.health_port is not None:
-            probes = ProbeServer(self._state, settings.health_host, settings.health_port)
-            await probes.open()
-            self._exits.push_async_callback(probes.close)
-            self._state.ports["health_port"] = probes.port
         return parts
+
+    async def _open_probes(self) -> None:
+        """First of all, so that a kubelet sees a living process while the arena is still waited for."""
+        settings = self._settings
+        if settings.health_port is None:
+            return
+        probes = ProbeServer(self._state, settings.health_host, settings.health_port)
+        await probes.open()
+        self._exits.push_async_callback(probes.close)
+        self._state.ports["health_port"] = probes.port
+        self._state.health.add("arena", _no_arena_yet)
+
+    async def _make_arena(self) -> SharedArena:
+        """Make the arena; while engines still map that of an earlier start, its volume may be full, so wait for them.
+
+        Raises:
+            CapacityError: It does not fit after `arena_wait_s`.
+        """
+        settings = self._settings
+        deadline = time.monotonic() + settings.arena_wait_s
+        while True:
+            try:
+                return await asyncio.to_thread(create_shared_arena, settings.arena_path, int(settings.arena_gb * BYTES_PER_GB))
+            except CapacityError as exc:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning("%s; trying again until engines let go of the memory of an earlier start", exc)
+                await wait_before_retry(ARENA_RETRY_S)
 
     async def _open_clients(self) -> None:
         settings = self._settings
@@ -170,6 +199,10 @@ class _Opening:
 
         self._state.health.add("arena", arena_is_whole)
         self._state.health.add("lookup-and-broker", neighbours, required=False)
+
+
+async def _no_arena_yet() -> str:
+    raise CapacityError("the shared memory is not allocated yet")
 
 
 def _check_arena(arena: SharedArena) -> None:

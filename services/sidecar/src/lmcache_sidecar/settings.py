@@ -28,6 +28,7 @@ class SidecarSettings(ServiceSettings):
         socket_path: Unix socket for the serving processes of the pod.
         arena_path: Directory for the shared-memory file, on a volume that the serving container mounts too.
         arena_gb: Size of the shared memory.
+        arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
         disk_path: Directory of the disk tier, or none.
         disk_gb: Disk space for chunks.
         disk_fsync: Wait for the disk at each chunk.
@@ -56,6 +57,7 @@ class SidecarSettings(ServiceSettings):
     socket_path: Path = Field(default_factory=lambda: _run_dir() / "sidecar.sock")
     arena_path: Path = Field(default_factory=lambda: _run_dir() / "arena")
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
+    arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     disk_path: Path | None = None
     disk_gb: float = Field(default=0.0, ge=0, le=1 << 20)
     disk_fsync: bool = False

@@ -1,0 +1,86 @@
+"""What the sidecar does before it serves."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_core.errors import CapacityError
+from lmcache_core.memory import SharedArena, create_shared_arena
+from lmcache_servicekit.state import service_state
+from lmcache_sidecar import lifespan as opening
+from lmcache_sidecar.app import create_app
+from lmcache_sidecar.settings import SidecarSettings
+
+
+def make_settings(tmp_path: Path, **options: object) -> SidecarSettings:
+    values: dict[str, object] = {
+        "port": 0,
+        "lm_port": 0,
+        "health_port": 0,
+        "instance_id": "test",
+        "socket_path": tmp_path / "s.sock",
+        "arena_path": tmp_path / "arena",
+        "arena_gb": 0.001,
+    }
+    return SidecarSettings(**(values | options))
+
+
+class Volume:
+    """A volume that has room from the third attempt on; what a probe sees meanwhile is kept."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    def make(self, directory: Path, size: int) -> SharedArena:
+        self.attempts += 1
+        if self.attempts < 3:
+            raise CapacityError("no room")
+        return create_shared_arena(directory, size)
+
+
+async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = Volume()
+    app = create_app(make_settings(tmp_path, arena_wait_s=30))
+    state = service_state(app)
+    seen: list[tuple[int, int]] = []
+
+    async def look(seconds: float) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
+            seen.append(((await client.get("/healthz")).status_code, (await client.get("/readyz")).status_code))
+
+    monkeypatch.setattr(opening, "create_shared_arena", volume.make)
+    monkeypatch.setattr(opening, "wait_before_retry", look)
+    async with opening.lifespan(app):
+        assert volume.attempts == 3
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
+            assert (await client.get("/readyz")).status_code == 200
+    assert seen == [(200, 503), (200, 503)], "alive, but not ready"
+
+
+async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "create_shared_arena", Volume().make)
+    app = create_app(make_settings(tmp_path))
+    with pytest.raises(CapacityError, match="no room"):
+        async with AsyncExitStack() as exits:
+            await exits.enter_async_context(opening.lifespan(app))
+    assert not (tmp_path / "s.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"disk_path": "/x"}, "go together"),
+        ({"lookup_url": "http://localhost:1"}, "go together"),
+        ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
+        ({"tenant": "Not A Tenant"}, "tenant"),
+        ({"distributed_url": "http://x"}, "lm://host:port"),
+        ({"arena_gb": 0}, "greater than 0"),
+        ({"verify_hot": "maybe"}, "always"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make_settings(tmp_path, **options)
