@@ -219,14 +219,19 @@ async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
             calls.append("rename")
 
         def sync_directory(self, path):
-            calls.append("sync_directory")
+            calls.append(path)
             super().sync_directory(path)
 
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=Recorded())
     await disk.open()
     await put(disk, "a")
+    shard = disk._layout.record(make_key("a")).parent
+    assert calls == ["sync", shard.parent, tmp_path, "rename", shard], "the names of new directories count too"
+    calls.clear()
+    await disk.batched_remove([make_key("a")])
+    await put(disk, "a")
+    assert calls == ["sync", "rename", shard]
     await disk.close()
-    assert calls == ["sync", "rename", "sync_directory"]
 
 
 async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):

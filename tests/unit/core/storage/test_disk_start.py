@@ -115,6 +115,19 @@ async def test_a_file_that_is_no_record_is_set_aside_and_never_served(tmp_path, 
     await disk.close()
 
 
+async def test_a_thing_that_cannot_be_removed_does_not_stop_the_tier(tmp_path):
+    paths = await fill(tmp_path, *range(4))
+    paths[0].unlink()
+    paths[0].mkdir()
+    (paths[0] / "file").write_bytes(b"mine")
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES)
+    for i in range(10, 20):
+        assert await disk.batched_put([make_chunk(i)]) == [True]
+    assert disk.stats()["quarantined_files"] == 1
+    assert await get(disk, 17, 18, 19) == [make_payload(i) for i in (17, 18, 19)]
+    await disk.close()
+
+
 async def test_half_written_files_go_and_strangers_stay(tmp_path):
     await fill(tmp_path, "a")
     (tmp_path / ".tmp" / "1234-0.tmp").write_bytes(b"half")

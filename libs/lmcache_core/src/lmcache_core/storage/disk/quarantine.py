@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from pathlib import Path
@@ -57,16 +56,18 @@ class Quarantine:
         self._index.charge_anyway(charge)
         self._held.append((path, charge))
         if len(self._held) > MAX_BAD_FILES:
-            with contextlib.suppress(OSError):
-                self.remove_oldest()
+            self.remove_oldest()
 
     def remove_oldest(self) -> bool:
-        """Remove the file held longest; False when there is none. Raises `OSError` if that fails: it is then still held."""
+        """Remove the file held longest; False when there is none, or it cannot be removed: it is then held on, and tried last."""
         if not self._held:
             return False
-        path, charge = self._held[0]
-        self._files.unlink(path)
-        self._held.popleft()
+        path, charge = self._held.popleft()
+        try:
+            self._files.unlink(path)
+        except OSError:
+            self._held.append((path, charge))
+            return False
         self._index.unreserve(charge)
         return True
 

@@ -127,10 +127,11 @@ class DiskStore:
         head = bytearray(entry.head_bytes)
         try:
             header = self._read_into(key, head, memory.byte_array)
-        except BaseException as exc:
+        except (OSError, RecordError) as exc:
             memory.ref_count_down()
-            if isinstance(exc, (OSError, RecordError)):
-                return self._unreadable(key, entry, exc)
+            return self._unreadable(key, entry, exc)
+        except BaseException:
+            memory.ref_count_down()
             raise
         return Chunk(key, header, bytes(head), memory, TIER_NAME)
 
@@ -200,6 +201,9 @@ class DiskStore:
             self._files.rename(source, target)
         except FileNotFoundError:
             self._files.make_directory(target.parent)
+            if self._fsync:
+                for directory in (target.parent.parent, self._layout.root):
+                    self._files.sync_directory(directory)
             self._files.rename(source, target)
 
     def _discard(self, temporary: Path, charge: int) -> None:
