@@ -182,8 +182,7 @@ class RedisIndex(LookupIndex):
             argv += [len(inside), *(chunk_ids[place] for place in inside)]
             places += inside
         version, *values = await self._connection.run(scripts.READ, keys, argv)
-        if version != self._table.version or self._clock() >= self._table.stale_at:
-            await self._load_table()
+        await self._refresh_table(version)
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
         read: dict[bytes | None, list[Holder]] = {value: self._live_holders(value or b"") for value in set(values)}
         result: list[list[Holder]] = [[]] * len(chunk_ids)
@@ -199,18 +198,23 @@ class RedisIndex(LookupIndex):
             if (live := known.get((packed.number, packed.incarnation))) is not None
         ]
 
+    async def _refresh_table(self, version: bytes) -> None:
+        if version != self._table.version or self._clock() >= self._table.stale_at:
+            await self._load_table()
+
     async def _load_table(self) -> LiveTable:
         asked_at = self._clock()
         self._table = LiveTable.from_reply(await self._connection.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], []), asked_at)
         return self._table
 
     async def _sweep_bucket(self, key: str) -> int:
-        """The table is read after the entries: whoever wrote them had its lease before."""
+        """The table's version is asked for after the entries: whoever wrote them had its lease before."""
         num_swept = cursor = 0
         while True:
             cursor, page = await self._write(_reply(self._redis.hscan(key, cursor, count=SWEEP_PAGE_CHUNKS)))
             if page:
-                alive = (await self._write(self._load_table())).by_identity
+                await self._write(self._refresh_table((await self._write(_reply(self._redis.get(VERSION_KEY)))) or b""))
+                alive = self._table.by_identity
                 dead: list[bytes] = []
                 for chunk_id, value in page.items():
                     for packed in unpack_holders(value):
