@@ -133,6 +133,7 @@ class HttpBackend(StorageBackend):
             for key in keys:
                 async with client.stream("DELETE", f"/v1/chunks/{key.key.to_url()}") as response:
                     _check(response, also=404)
+                    await _bounded_body(response)
                     num_removed += response.is_success
         return num_removed
 
@@ -180,10 +181,11 @@ class HttpBackend(StorageBackend):
     async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
         headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
         async with client.stream("PUT", f"/v1/chunks/{chunk.key.key.to_url()}", content=_slices(chunk), headers=headers) as response:
-            if response.status_code in _REFUSED:
-                return False
-            _check(response)
-            return True
+            is_refused = response.status_code in _REFUSED
+            if not is_refused:
+                _check(response)
+            await _bounded_body(response)
+            return not is_refused
 
     @asynccontextmanager
     async def _mapped(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -208,6 +210,7 @@ def _check(response: httpx.Response, also: int = 200) -> None:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
+    """The body, read to its end, so that the connection can be used again."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece

@@ -168,9 +168,13 @@ class RedisBackend(StorageBackend):
 
 
 def _connection_options(timeout_s: float) -> dict[str, Any]:
+    """No socket timeout: with one, the client waits by `asyncio.wait_for`, which in Python 3.11 can swallow a cancellation.
+
+    Calls have a deadline of their own.
+    """
     return {
         "max_connections": MAX_CONNECTIONS,
-        "socket_timeout": timeout_s,
+        "socket_timeout": None,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 1),
         "decode_responses": False,
@@ -187,7 +191,8 @@ def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> redis.Redis
             raise ValueError("a sentinel without a host")
         sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
     options = _connection_options(timeout_s) | {"username": unquote(user) or None, "password": unquote(password) or None}
-    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    share_s = timeout_s / len(sentinels)
+    limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
     sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
     client: redis.Redis = sentinel.master_for(service, **options)
     return client

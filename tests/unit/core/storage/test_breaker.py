@@ -1,0 +1,263 @@
+"""The breaker: failures are misses, and a tier that keeps failing is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+KEYS = [make_key(1), make_key(2)]
+OPTIONS = BreakerOptions(num_failures=3, cool_down_s=1.0, cool_down_cap_s=4.0, slow_call_s=0.5)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(num_bytes: int) -> MemoryObj:
+    return BytesBufferMemoryObj(bytearray(num_bytes))
+
+
+class Moody(StorageBackend):
+    """Fails as told: an exception to raise, or results to give."""
+
+    name = "Moody"
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.results: list[Result] = [make_chunk(1), Miss(MissReason.NEVER_STORED)]
+        self.num_calls = 0
+        self.gate: asyncio.Event | None = None
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._call()
+        return [True] * len(keys)
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        await self._call()
+        return list(self.results)
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        await self._call()
+        return [True] * len(chunks)
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        await self._call()
+        return len(keys)
+
+    async def clear(self, tenant: str | None = None) -> int:
+        await self._call()
+        return 7
+
+    def stats(self) -> dict[str, int]:
+        return {"num_chunks": 5}
+
+    async def _call(self) -> None:
+        self.num_calls += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def inner() -> Moody:
+    return Moody()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(inner: Moody, clock: Clock) -> BreakerBackend:
+    return BreakerBackend(inner, clock, OPTIONS)
+
+
+async def trip(breaker: BreakerBackend, inner: Moody) -> None:
+    inner.error = UnavailableError("gone")
+    for _ in range(OPTIONS.num_failures):
+        await breaker.batched_contains(KEYS)
+    assert breaker.is_open
+
+
+async def test_while_all_is_well_it_is_not_there(breaker: BreakerBackend, inner: Moody) -> None:
+    await breaker.open()
+    assert breaker.name == "Moody"
+    assert await breaker.batched_contains(KEYS) == [True, True]
+    assert await breaker.batched_get(KEYS, plain) == inner.results
+    assert await breaker.batched_put([make_chunk(1)]) == [True]
+    assert await breaker.batched_remove(KEYS) == 2
+    assert await breaker.clear() == 7
+    assert breaker.stats() == {"num_chunks": 5, "breaker_open": 0, "breaker_openings": 0}
+    await breaker.close()
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), TimeoutError()])
+async def test_failures_are_misses(breaker: BreakerBackend, inner: Moody, error: Exception) -> None:
+    inner.error = error
+    assert await breaker.batched_get(KEYS, plain) == [Miss(MissReason.UNAVAILABLE)] * 2
+    assert await breaker.batched_contains(KEYS) == [False, False]
+    assert breaker.is_open is False
+
+
+async def test_open_it_answers_at_once(breaker: BreakerBackend, inner: Moody) -> None:
+    await trip(breaker, inner)
+    num_calls = inner.num_calls
+    assert await breaker.batched_get(KEYS, plain) == [Miss(MissReason.BREAKER_OPEN)] * 2
+    assert await breaker.batched_contains(KEYS) == [False, False]
+    assert await breaker.batched_put([make_chunk(1)]) == [False]
+    assert await breaker.batched_remove(KEYS) == 0
+    assert await breaker.clear() == 0
+    assert inner.num_calls == num_calls
+    assert breaker.stats()["breaker_open"] == 1
+
+
+async def test_only_failures_in_a_row_count(breaker: BreakerBackend, inner: Moody) -> None:
+    for _ in range(10):
+        inner.error = UnavailableError("gone")
+        for _ in range(OPTIONS.num_failures - 1):
+            await breaker.batched_contains(KEYS)
+        inner.error = None
+        await breaker.batched_contains(KEYS)
+    assert not breaker.is_open
+
+
+async def test_a_probe_closes_it(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+    await trip(breaker, inner)
+    inner.error = None
+    clock.now += 0.99
+    assert await breaker.batched_contains(KEYS) == [False, False]
+    clock.now += 0.01
+    assert await breaker.batched_contains(KEYS) == [True, True]
+    assert not breaker.is_open
+
+
+async def test_cool_downs_grow_to_their_cap_and_begin_anew(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+    await trip(breaker, inner)
+    for wait_s in (1.0, 2.0, 4.0, 4.0, 4.0):
+        num_calls = inner.num_calls
+        clock.now += wait_s - 0.01
+        await breaker.batched_contains(KEYS)
+        assert inner.num_calls == num_calls
+        clock.now += 0.02
+        await breaker.batched_contains(KEYS)
+        assert inner.num_calls == num_calls + 1
+    clock.now += 4.1
+    inner.error = None
+    await breaker.batched_contains(KEYS)
+    await trip(breaker, inner)
+    num_calls = inner.num_calls
+    clock.now += 1.01
+    await breaker.batched_contains(KEYS)
+    assert inner.num_calls == num_calls + 1
+    assert breaker.stats()["breaker_openings"] == 2
+
+
+async def test_one_probe_at_a_time(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+    await trip(breaker, inner)
+    inner.error, inner.gate = None, asyncio.Event()
+    clock.now += 1.01
+    num_calls = inner.num_calls
+    calls = [asyncio.create_task(breaker.batched_contains(KEYS)) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert inner.num_calls == num_calls + 1
+    inner.gate.set()
+    assert sorted(await asyncio.gather(*calls)) == [[False, False]] * 4 + [[True, True]]
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.UNAVAILABLE])
+async def test_misses_for_want_of_the_tier_count(breaker: BreakerBackend, inner: Moody, reason: MissReason) -> None:
+    inner.results = [Miss(MissReason.NEVER_STORED), Miss(reason)]
+    for _ in range(OPTIONS.num_failures):
+        assert await breaker.batched_get(KEYS, plain) == inner.results
+    assert breaker.is_open
+
+
+async def test_ordinary_misses_do_not(breaker: BreakerBackend, inner: Moody) -> None:
+    kinds: list[list[Result]] = [
+        [Miss(MissReason.CORRUPT)] * 2,
+        [Miss(MissReason.NEVER_STORED)] * 2,
+        [make_chunk(1), Miss(MissReason.DEADLINE)],
+    ]
+    for results in kinds:
+        inner.results = results
+        for _ in range(10):
+            await breaker.batched_get(KEYS, plain)
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize(("lasted_s", "opens"), [(0.4, False), (0.6, True)])
+async def test_a_call_given_up_counts_when_it_was_slow(
+    breaker: BreakerBackend, inner: Moody, clock: Clock, lasted_s: float, opens: bool
+) -> None:
+    inner.gate = asyncio.Event()
+    for _ in range(OPTIONS.num_failures):
+        task = asyncio.create_task(breaker.batched_get(KEYS, plain))
+        await asyncio.sleep(0)
+        clock.now += lasted_s
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert breaker.is_open is opens
+
+
+async def test_a_probe_given_up_early_leaves_its_place(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+    await trip(breaker, inner)
+    inner.error, inner.gate = None, asyncio.Event()
+    clock.now += 1.01
+    task = asyncio.create_task(breaker.batched_contains(KEYS))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    inner.gate.set()
+    assert await breaker.batched_contains(KEYS) == [True, True]
+
+
+async def test_a_bug_is_not_hidden(breaker: BreakerBackend, inner: Moody, clock: Clock) -> None:
+    inner.error = KeyError("a bug")
+    with pytest.raises(KeyError):
+        await breaker.batched_contains(KEYS)
+    await trip(breaker, inner)
+    clock.now += 1.01
+    inner.error = KeyError("a bug")
+    with pytest.raises(KeyError):
+        await breaker.batched_contains(KEYS)
+    inner.error = None
+    assert await breaker.batched_contains(KEYS) == [True, True]
+
+
+async def test_one_line_per_change(breaker: BreakerBackend, inner: Moody, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await trip(breaker, inner)
+    for _ in range(20):
+        clock.now += 0.5
+        await breaker.batched_get(KEYS, plain)
+    inner.error = None
+    clock.now += 10
+    for _ in range(20):
+        await breaker.batched_get(KEYS, plain)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier Moody is bypassed after 3 failures, the last: gone",
+        "tier Moody answers again",
+    ]

@@ -1,0 +1,180 @@
+"""No exception of a client library leaves a remote tier."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+import redis.exceptions
+from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote import RemoteOptions
+from lmcache_core.storage.remote.http import HttpBackend
+from lmcache_core.storage.remote.lm import LmBackend
+from lmcache_core.storage.remote.redis import RedisBackend
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.rest import RestServer, rest_server
+from tests.fixtures.wire import Arena
+
+CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]] = {
+    "contains": lambda backend, arena: backend.batched_contains([make_key(1)]),
+    "get": lambda backend, arena: backend.batched_get([make_key(1)], arena),
+    "put": lambda backend, arena: backend.batched_put([make_chunk(1)]),
+    "remove": lambda backend, arena: backend.batched_remove([make_key(1)]),
+}
+
+
+def exceptions_of(module: Any, root: type[Exception]) -> list[type[Exception]]:
+    return [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, root)]
+
+
+def instance(kind: type[Exception]) -> Exception:
+    """One of that kind, whatever its constructor wants."""
+    error = kind.__new__(kind)
+    error.args = ("text",)
+    return error
+
+
+HTTP_ERRORS = [*exceptions_of(httpx, httpx.HTTPError), *exceptions_of(httpx, httpx.StreamError), httpx.InvalidURL]
+REDIS_ERRORS = [*exceptions_of(redis.exceptions, redis.exceptions.RedisError), OSError, ConnectionResetError, TimeoutError]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", HTTP_ERRORS, ids=lambda kind: kind.__name__)
+async def test_httpx(kind: type[Exception], call: str) -> None:
+    class Failing(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            raise instance(kind)
+
+    backend = HttpBackend("http://localhost", RemoteOptions(), Failing())
+    await backend.open()
+    with pytest.raises(UnavailableError):
+        await CALLS[call](backend, Arena())
+    await backend.close()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", REDIS_ERRORS, ids=lambda kind: kind.__name__)
+async def test_redis(kind: type[Exception], call: str) -> None:
+    class Pipeline:
+        def execute_command(self, *command: object) -> None: ...
+
+        async def execute(self, raise_on_error: bool) -> list[object]:
+            raise instance(kind)
+
+    class Client:
+        def pipeline(self, transaction: bool) -> Pipeline:
+            return Pipeline()
+
+        async def scan(self, *args: object, **options: object) -> None:
+            raise instance(kind)
+
+    backend = RedisBackend(Client(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError):
+        await CALLS[call](backend, Arena())
+    with pytest.raises(UnavailableError):
+        await backend.clear()
+
+
+@pytest.mark.parametrize("kind", exceptions_of(redis.exceptions, redis.exceptions.RedisError), ids=lambda kind: kind.__name__)
+async def test_a_value_that_redis_refuses_is_not_stored(kind: type[Exception]) -> None:
+    class Pipeline:
+        def execute_command(self, *command: object) -> None: ...
+
+        async def execute(self, raise_on_error: bool) -> list[object]:
+            assert not raise_on_error
+            return [True, instance(kind)]
+
+    class Client:
+        def pipeline(self, transaction: bool) -> Pipeline:
+            return Pipeline()
+
+    work = RedisBackend(Client(), 1.0).batched_put([make_chunk(1), make_chunk(2)])  # type: ignore[arg-type]
+    if issubclass(kind, redis.exceptions.ResponseError):
+        assert await work == [True, False]
+    else:
+        with pytest.raises(UnavailableError):
+            await work
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("error", [AuthenticationError("no"), ProtocolError("what"), VersionError("old"), UnavailableError("gone")])
+async def test_lm(error: LMCacheError, call: str) -> None:
+    class Client:
+        def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
+            async def fail(*args: object) -> object:
+                raise error
+
+            return fail
+
+    with pytest.raises(UnavailableError):
+        await CALLS[call](LmBackend(Client()), Arena())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def rest() -> AsyncIterator[RestServer]:
+    async with rest_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", [302, 400, 401, 403, 500, 503])
+async def test_a_status_that_is_no_success(rest: RestServer, status: int, call: str) -> None:
+    rest.status = status
+    backend = HttpBackend(rest.url, RemoteOptions())
+    await backend.open()
+    with pytest.raises(UnavailableError):
+        await CALLS[call](backend, Arena())
+    await backend.close()
+
+
+@pytest.mark.parametrize("status", [409, 413, 422, 507])
+async def test_a_record_that_the_server_does_not_take(rest: RestServer, status: int) -> None:
+    rest.status = status
+    backend = HttpBackend(rest.url, RemoteOptions())
+    await backend.open()
+    assert await backend.batched_put([make_chunk(1), make_chunk(2)]) == [False, False]
+    await backend.close()
+
+
+ANSWERS = {
+    "garbage": b"\x00\x01\x02\r\n\r\n",
+    "no body": b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n",
+    "not json": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc",
+    "other json": b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"present": [1]}',
+    "too few": b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"present": []}',
+    "too long": b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n" + b" " * 9_000_000,
+    "bad chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    "endless header": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_answers_that_are_none(rest: RestServer, answer: bytes) -> None:
+    rest.raw_answer = answer
+    backend = HttpBackend(rest.url, RemoteOptions())
+    await backend.open()
+    with pytest.raises(UnavailableError):
+        await backend.batched_contains([make_key(1)])
+    await backend.close()
+
+
+async def test_a_server_that_does_not_answer_is_given_up(rest: RestServer) -> None:
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        await reader.read()
+        return False
+
+    rest._serve_one = never  # type: ignore[method-assign]
+    backend = HttpBackend(rest.url, RemoteOptions(timeout_s=0.1))
+    await backend.open()
+    for call in CALLS.values():
+        with pytest.raises(UnavailableError):
+            await call(backend, Arena())
+    await backend.close()
+    with pytest.raises(UnavailableError):
+        await backend.batched_contains([make_key(1)])

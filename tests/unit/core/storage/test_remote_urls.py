@@ -1,0 +1,84 @@
+"""Which remote tier a URL names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+from lmcache_core.config import REMOTE_SCHEMES
+from lmcache_core.errors import ConfigError
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.remote.http import HttpBackend
+from lmcache_core.storage.remote.lm import LmBackend
+from lmcache_core.storage.remote.redis import RedisBackend
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("lm://localhost:65432", LmBackend),
+        ("lm://localhost", LmBackend),
+        ("lm://[::1]:7000/", LmBackend),
+        ("redis://localhost:6379", RedisBackend),
+        ("redis://user:secret@localhost:6379/2?ttl_s=60", RedisBackend),
+        ("rediss://localhost", RedisBackend),
+        ("redis-sentinel://one:26379,two/service?ttl_s=60", RedisBackend),
+        ("redis-sentinel://user:p%40ss@one", RedisBackend),
+        ("http://localhost:8080", HttpBackend),
+        ("https://cache.example/prefix", HttpBackend),
+    ],
+)
+async def test_schemes(url: str, kind: type) -> None:
+    backend = create_remote_backend(url, token="t", timeout_s=1.5)
+    assert type(backend) is kind
+    assert backend.name == "RemoteBackend"
+    await backend.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:65432",
+        "ftp://localhost",
+        "lm://",
+        "lm://localhost:port",
+        "lm://localhost:99999",
+        "lm://localhost/path",
+        "lm://user:secret@localhost",
+        "lm://localhost?x=1",
+        "redis://localhost:port",
+        "redis://localhost?ttl_s=soon",
+        "redis://localhost?ttl_s=-1",
+        "redis-sentinel://one:port/service",
+        "redis-sentinel://,/service",
+        "http://",
+        "http://user:secret@localhost",
+        "http://localhost?x=1",
+    ],
+)
+def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_remote_backend(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_every_scheme_of_the_config_but_file_is_known() -> None:
+    from lmcache_core.storage.remote import _MODULES
+
+    assert set(REMOTE_SCHEMES) - {"file"} == set(_MODULES)
+
+
+def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lmcache_core.storage.remote.redis")
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    monkeypatch.setattr(importlib, "import_module", importlib.import_module)
+    with pytest.raises(ConfigError, match="install"):
+        create_remote_backend("redis://localhost")
+
+
+def test_options_show_no_token() -> None:
+    from lmcache_core.storage.remote import RemoteOptions
+
+    assert "secret" not in repr(RemoteOptions(token="secret"))
