@@ -1,0 +1,174 @@
+"""Trains the demonstration model: ``python -m lmcache_demo.model.train --out FOLDER``.
+
+A killed run goes on from its last checkpoint with ``--resume``; a finished one leaves the model in ``FOLDER/export``.
+"""
+
+import argparse
+import dataclasses
+import logging
+import multiprocessing
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from lmcache_demo.model.batches import BatchSampler
+from lmcache_demo.model.corpus import Document, collect_corpus
+from lmcache_demo.model.exchange import MeanExchange
+from lmcache_demo.model.export import export_model
+from lmcache_demo.model.recipe import MAX_POSITIONS, VOCAB_SIZE, Recipe, build_config
+from lmcache_demo.model.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_NAME: Final = "checkpoint.pt"
+CHECKPOINT_INTERVAL_S: Final = 120.0
+LOG_INTERVAL_STEPS: Final = 20
+LOG_FORMAT: Final = "%(asctime)s %(message)s"
+# Merges are learned from a sample: 2,048 tokens need no more.
+MAX_TOKENIZER_CHARS: Final = 8_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What every training process is given.
+
+    Attributes:
+        folder: Where the checkpoint, the tokenizer and the export are.
+        recipe: The schedule.
+        sampler: The training sequences.
+        exchange: Where the processes meet.
+        limit_s: Wall time after which the run stops and saves, in seconds.
+    """
+
+    folder: Path
+    recipe: Recipe
+    sampler: BatchSampler
+    exchange: MeanExchange
+    limit_s: float
+
+
+def prepare_tokenizer(documents: Sequence[Document], folder: Path) -> Tokenizer:
+    """Loads the run's tokenizer, or trains and saves it where there is none yet."""
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    texts, size = [], 0
+    for doc in documents:
+        if doc.kind != "test" and size < MAX_TOKENIZER_CHARS:
+            texts.append(doc.text)
+            size += len(doc.text)
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    save_tokenizer(tokenizer, folder, MAX_POSITIONS)
+    return tokenizer
+
+
+def work(rank: int, job: Job) -> None:
+    """Body of one training process; the first one shows the progress, saves checkpoints and exports.
+
+    Args:
+        rank: This process, from 0.
+        job: The run.
+    """
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    torch.set_num_threads(1)
+    trainer = Trainer(job.recipe, job.sampler, rank)
+    checkpoint = job.folder / CHECKPOINT_NAME
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    if rank == 0:
+        lead(trainer, job, checkpoint)
+        return
+    stopped = False
+    while trainer.progressed.step < job.recipe.num_steps and not stopped:
+        stopped = trainer.train_step(job.exchange, stop=False)
+
+
+def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
+    """Trains until the recipe's last step or the time limit, with a progress bar and regular checkpoints.
+
+    Args:
+        trainer: The first process's replica; advanced in place.
+        job: The run.
+        checkpoint: Where its state is kept.
+    """
+    started = saved_at = time.monotonic()
+    done, num_steps = trainer.progressed, job.recipe.num_steps
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    stopped = False
+    with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
+        task = progress.add_task("training", total=num_steps, completed=done.step, note="")
+        while done.step < num_steps and not stopped:
+            stopped = trainer.train_step(job.exchange, stop=time.monotonic() - started > job.limit_s)
+            rate = done.num_tokens / done.wall_s
+            note = f"loss {done.loss:.3f} nats/token, {rate:,.0f} tokens/s, length {job.recipe.length_at(done.step)}"
+            progress.update(task, completed=done.step, note=note)
+            if done.step % LOG_INTERVAL_STEPS == 0:
+                logger.info("step %d, %s, %.0f s, %.0f CPU-s", done.step, note, done.wall_s, done.cpu_s)
+            if time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S:
+                trainer.save(checkpoint)
+                saved_at = time.monotonic()
+    trainer.save(checkpoint)
+    if done.step >= num_steps:
+        folder = export_model(trainer.model, job.folder / "tokenizer.json", job.folder / "export")
+        logger.info("exported to %s: %s", folder, done)
+
+
+def start(job: Job) -> None:
+    """Runs a job's processes and waits for them.
+
+    Raises:
+        RuntimeError: If one of them fails; the others are ended, and the last checkpoint stands.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(rank, job), daemon=True) for rank in range(job.exchange.num_workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        while process.is_alive() and all(other.exitcode in (None, 0) for other in processes):
+            process.join(timeout=1.0)
+    if any(process.exitcode != 0 for process in processes):
+        for process in processes:
+            process.terminate()
+        msg = f"training processes ended with {[process.exitcode for process in processes]}"
+        raise RuntimeError(msg)
+
+
+def main() -> None:
+    """Command line of the training run."""
+    defaults = Recipe()
+    parser = argparse.ArgumentParser(prog="python -m lmcache_demo.model.train", description="Trains the demonstration model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint, the tokenizer and the export")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop and save after this wall time (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=defaults.num_steps, help="steps in all (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each: 1 or 2 (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    if (args.out / CHECKPOINT_NAME).exists() and not args.resume:
+        parser.error(f"{args.out / CHECKPOINT_NAME} exists: add --resume to go on, or choose another folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    documents = collect_corpus().training
+    tokenizer = prepare_tokenizer(documents, args.out)
+    sampler = BatchSampler(documents, encode_documents(tokenizer, [doc.text for doc in documents]), defaults.seed)
+    logger.info("%d documents, %d tokens", len(documents), sampler.num_tokens)
+    num_parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(build_config()).parameters())
+    job = Job(
+        folder=args.out,
+        recipe=dataclasses.replace(defaults, num_steps=args.steps),
+        sampler=sampler,
+        exchange=MeanExchange(args.workers, num_parameters + NUM_EXTRA_VALUES),
+        limit_s=args.minutes * 60,
+    )
+    start(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""One process's share of a training run: a replica of the model, its optimizers and how far they have come."""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from lmcache_demo.model.batches import BatchSampler
+from lmcache_demo.model.exchange import MeanExchange
+from lmcache_demo.model.recipe import Recipe, build_config
+
+# Values that travel with the gradients: the loss, the CPU time of the step, and whether to stop.
+NUM_EXTRA_VALUES = 3
+
+
+@dataclasses.dataclass(slots=True)
+class Progressed:
+    """How far a run has come, over all its resumptions.
+
+    Attributes:
+        step: Steps done.
+        num_tokens: Tokens trained on.
+        wall_s: Wall time spent in training steps, in seconds.
+        cpu_s: CPU time spent in training steps, over all processes, in seconds.
+        loss: Running mean of the training loss, in nats per token.
+    """
+
+    step: int = 0
+    num_tokens: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    loss: float = float("nan")
+
+
+class Trainer:
+    """A replica of the run; all replicas hold the same weights after every step."""
+
+    def __init__(self, recipe: Recipe, sampler: BatchSampler, rank: int) -> None:
+        """Builds the untrained model of the recipe's seed.
+
+        Args:
+            recipe: The schedule.
+            sampler: Where the sequences come from.
+            rank: This process, from 0.
+        """
+        torch.manual_seed(recipe.seed)
+        self.recipe = recipe
+        self.progressed = Progressed()
+        self.model = LlamaForCausalLM(build_config()).train()
+        self._sampler = sampler
+        self._rank = rank
+        self._parameters = list(self.model.parameters())
+        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
+        muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others, lr=recipe.vector_lr, betas=(0.9, 0.97), weight_decay=0.0)
+        self._optimizers: tuple[tuple[torch.optim.Optimizer, float], ...] = ((muon, recipe.matrix_lr), (adamw, recipe.vector_lr))
+
+    def train_step(self, exchange: MeanExchange, *, stop: bool) -> bool:
+        """Does one step together with the other processes; advances :attr:`progressed`.
+
+        Args:
+            exchange: Where the processes meet.
+            stop: Whether this process wants the run to stop after this step.
+
+        Returns:
+            True if any process wants the run to stop.
+        """
+        started, cpu_started = time.perf_counter(), time.process_time()
+        recipe, done = self.recipe, self.progressed
+        length = recipe.length_at(done.step)
+        num_rows = recipe.tokens_per_step // length
+        rows = self._sampler.draw(done.step, num_rows, length)
+        tokens = torch.from_numpy(rows[self._rank :: exchange.num_workers])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        extra = torch.tensor([loss.item(), time.process_time() - cpu_started, float(stop)])
+        flat = torch.cat([parameter.grad.flatten() for parameter in self._parameters if parameter.grad is not None] + [extra])
+        mean = exchange.average(self._rank, flat)
+        self._update(mean[:-NUM_EXTRA_VALUES])
+        value, cpu_s, any_stop = mean[-NUM_EXTRA_VALUES:].tolist()
+        done.step += 1
+        done.num_tokens += num_rows * length
+        done.loss = value if math.isnan(done.loss) else 0.97 * done.loss + 0.03 * value
+        done.wall_s += time.perf_counter() - started
+        done.cpu_s += cpu_s * exchange.num_workers
+        return bool(any_stop)
+
+    def _update(self, gradient: torch.Tensor) -> None:
+        """Clips the mean gradient, shape ``[num_parameters]``, and lets the optimizers apply it."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, part in zip(self._parameters, torch.split(gradient, sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.max_grad_norm)
+        scale = self.recipe.lr_scale_at(self.progressed.step)
+        for optimizer, peak_lr in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def save(self, path: Path) -> None:
+        """Writes the state beside ``path`` and moves it there, so that a kill leaves the old one or the new one."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
+            "progressed": dataclasses.asdict(self.progressed),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Restores the state that :meth:`save` wrote."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.progressed = Progressed(**state["progressed"])
