@@ -35,7 +35,7 @@ class BreakerOptions:
     num_failures: int = 5
     cool_down_s: float = 0.5
     cool_down_cap_s: float = 30.0
-    slow_call_s: float = 0.5
+    slow_call_s: float = 0.1
 
 
 class _State(StrEnum):
