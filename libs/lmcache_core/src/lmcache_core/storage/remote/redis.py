@@ -39,16 +39,17 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     ttl_text = query.pop(TTL_OPTION, ["0"])[-1]
     if not ttl_text.isascii() or not ttl_text.isdigit():
         raise ConfigError(f"remote url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry")
+    sentinels: list[redis.Redis] = []
     try:
         if parts.scheme == "redis-sentinel":
-            client = _behind_sentinel(parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s)
+            client, sentinels = _behind_sentinel(parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s)
         else:
             bare = parts._replace(query=urlencode(query, doseq=True)).geturl()
             pool = redis.BlockingConnectionPool.from_url(bare, timeout=options.timeout_s, **_connection_options(options.timeout_s))
             client = redis.Redis.from_pool(pool)
     except ValueError as exc:
         raise ConfigError(f"remote url {parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}") from exc
-    return RedisBackend(client, options.timeout_s, int(ttl_text))
+    return RedisBackend(client, options.timeout_s, int(ttl_text), sentinels)
 
 
 class RedisBackend(StorageBackend):
@@ -60,12 +61,14 @@ class RedisBackend(StorageBackend):
         client: Without response decoding; closed with this tier.
         timeout_s: Deadline of a call.
         ttl_s: Expiry of a chunk from its last store, 0 for none.
+        sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
     name = REMOTE_TIER
 
-    def __init__(self, client: redis.Redis, timeout_s: float, ttl_s: int = 0) -> None:
+    def __init__(self, client: redis.Redis, timeout_s: float, ttl_s: int = 0, sentinels: Sequence[redis.Redis] = ()) -> None:
         self._client = client
+        self._sentinels = sentinels
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._figures = RemoteFigures()
@@ -76,7 +79,8 @@ class RedisBackend(StorageBackend):
     async def close(self) -> None:
         """End the connections."""
         async with self._mapped():
-            await self._client.aclose(close_connection_pool=True)
+            for client in (self._client, *self._sentinels):
+                await client.aclose(close_connection_pool=True)
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -181,7 +185,7 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> redis.Redis:
+def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> tuple[redis.Redis, list[redis.Redis]]:
     credentials, _, hosts = netloc.rpartition("@")
     user, _, password = credentials.partition(":")
     sentinels = []
@@ -192,10 +196,10 @@ def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> redis.Redis
         sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
     options = _connection_options(timeout_s) | {"username": unquote(user) or None, "password": unquote(password) or None}
     share_s = timeout_s / len(sentinels)
-    limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
+    limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s, "retry": Retry(NoBackoff(), 0)}
     sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
     client: redis.Redis = sentinel.master_for(service, **options)
-    return client
+    return client, list(sentinel.sentinels)
 
 
 def _name(key: ChunkKey) -> str:

@@ -1,0 +1,165 @@
+"""The Redis tier when Redis is killed, frozen, full, or found through a sentinel."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from lmcache_core.errors import UnavailableError
+from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.remote.redis import BATCH_BYTES
+from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+from tests.fixtures.redis_server import RedisServer, redis_executable, running_redis
+from tests.fixtures.wire import Arena
+
+TIMEOUT_S = 0.5
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+async def gone(backend: StorageBackend) -> None:
+    began = time.monotonic()
+    for call in (
+        backend.batched_contains([make_key(1)]),
+        backend.batched_get([make_key(1)], Arena()),
+        backend.batched_put([make_chunk(1)]),
+        backend.batched_remove([make_key(1)]),
+        backend.clear(),
+    ):
+        with pytest.raises(UnavailableError):
+            await call
+    assert time.monotonic() - began < 5 * TIMEOUT_S + 2
+
+
+async def works(backend: StorageBackend) -> None:
+    arena = Arena()
+    assert await backend.batched_put([make_chunk(1)]) == [True]
+    [result] = await backend.batched_get([make_key(1)], arena)
+    assert isinstance(result, Chunk)
+    result.release()
+    arena.check_empty()
+
+
+async def test_killed_and_started_again(server: RedisServer) -> None:
+    backend = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
+    await works(backend)
+    server.kill()
+    await gone(backend)
+    server.start()
+    await works(backend)
+    await backend.close()
+
+
+async def test_frozen_and_thawed(server: RedisServer) -> None:
+    backend = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
+    await works(backend)
+    server.pause()
+    await gone(backend)
+    server.resume()
+    await works(backend)
+    await backend.close()
+
+
+async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: RedisServer) -> None:
+    inner = create_remote_backend(server.url, timeout_s=0.1)
+    backend = BreakerBackend(inner, options=BreakerOptions(num_failures=2, cool_down_s=0.05, cool_down_cap_s=0.1))
+    await works(backend)
+    server.pause()
+    for _ in range(2):
+        assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.UNAVAILABLE)]
+    began = time.monotonic()
+    assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.BREAKER_OPEN)]
+    assert time.monotonic() - began < 0.05
+    server.resume()
+    async with asyncio.timeout(5):
+        while backend.is_open:
+            await asyncio.sleep(0.02)
+            await backend.batched_contains([make_key(1)])
+    await works(backend)
+    await backend.close()
+
+
+async def test_a_full_server_refuses_and_goes_on() -> None:
+    with running_redis("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
+        backend = create_remote_backend(server.url, timeout_s=5)
+        stored = await backend.batched_put([make_chunk(i, payload=make_payload(i, 500_000)) for i in range(8)])
+        assert not all(stored)
+        assert await backend.batched_contains([make_key(i) for i in range(8)]) == stored
+        await backend.close()
+
+
+async def test_an_expiry_is_set_when_asked_for(server: RedisServer) -> None:
+    for url, low, high in ((f"{server.url}?ttl_s=100", 90, 100), (server.url, -1, -1)):
+        backend = create_remote_backend(url, timeout_s=5)
+        await backend.clear()
+        await backend.batched_put([make_chunk(1)])
+        with server.client() as plain:
+            [name] = plain.keys("lmc:default:*")
+            assert low <= plain.ttl(name) <= high
+        await backend.close()
+
+
+async def test_more_than_a_batch_comes_whole(server: RedisServer) -> None:
+    num_bytes = BATCH_BYTES // 5
+    arena = Arena(7 * (num_bytes + 4096))
+    backend = create_remote_backend(server.url, timeout_s=30)
+    assert all(await backend.batched_put([make_chunk(i, payload=bytes([i]) * num_bytes) for i in range(7)]))
+    results = await backend.batched_get([make_key(i) for i in range(7)], arena)
+    for i, result in enumerate(results):
+        assert isinstance(result, Chunk)
+        assert result.memory.byte_array[-1] == i
+        result.release()
+    arena.check_empty()
+    await backend.close()
+
+
+@contextmanager
+def running_sentinel(watched: RedisServer, directory: Path) -> Iterator[int]:
+    """A sentinel that knows `watched` as "kv"; yields its port."""
+    port = RedisServer().port
+    config = directory / "sentinel.conf"
+    config.write_text(f"port {port}\nbind 127.0.0.1\ndir {directory}\nsentinel monitor kv 127.0.0.1 {watched.port} 1\n")
+    command = [redis_executable(), str(config), "--sentinel"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        with redis.Redis(port=port, socket_timeout=5) as plain:
+            while True:
+                try:
+                    plain.ping()
+                    break
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline, "the sentinel does not answer"
+                    time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_found_through_a_sentinel_though_the_first_is_away(server: RedisServer, tmp_path: Path) -> None:
+    with running_sentinel(server, tmp_path) as port:
+        away = RedisServer().port
+        backend = create_remote_backend(f"redis-sentinel://127.0.0.1:{away},127.0.0.1:{port}/kv", timeout_s=5)
+        await works(backend)
+        with server.client() as plain:
+            assert plain.dbsize() == 1
+        await backend.close()
+    backend = create_remote_backend(f"redis-sentinel://127.0.0.1:{port}/kv", timeout_s=TIMEOUT_S)
+    with pytest.raises(UnavailableError):
+        await backend.batched_contains([make_key(1)])
+    await backend.close()
