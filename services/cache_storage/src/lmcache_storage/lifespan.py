@@ -108,14 +108,9 @@ class _Opening:
         self._exits.push_async_callback(reporter.close)
         if disk is not None and disk.stats()["is_loading"]:
             tasks = TaskSupervisor("storage")
-            tasks.start("announce-disk", self._announce_when_loaded(disk))
+            tasks.start("announce-disk", self._announcer.announce_when_loaded(disk))
             self._exits.push_async_callback(tasks.close)
         return reporter
-
-    async def _announce_when_loaded(self, disk: LocalDiskBackend) -> None:
-        await disk.wait_loaded()
-        for key, num_bytes in disk.held():
-            self._announcer.stored(key, disk.name, num_bytes)
 
     async def _join_broker(self, advertise_url: str) -> PeerRegistration | None:
         """Become known to the broker, in the background: it is not waited for."""

@@ -63,6 +63,7 @@ class _Opening:
         self._settings = settings
         self._exits = exits
         self._announcer = TierAnnouncer(settings.tenant)
+        self._tasks = TaskSupervisor("sidecar")
         self._token = read_secret_file(settings.service_token_file, "service_token_file")
         self._lookup: LookupClient | None = None
         self._broker: BrokerClient | None = None
@@ -75,10 +76,9 @@ class _Opening:
         self._exits.callback(unlink_shared_arena, arena)
         await self._open_clients()
         stack, local_tiers = await self._open_tiers(arena)
-        tasks = TaskSupervisor("sidecar")
-        self._exits.push_async_callback(tasks.close)
+        self._exits.push_async_callback(self._tasks.close)
         context = SessionContext(
-            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, tasks
+            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, self._tasks
         )
         socket_server = SocketServer(settings.socket_path, context)
         parts = SidecarParts(settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s)
@@ -186,6 +186,9 @@ class _Opening:
         for part in (parts.reporter, parts.registration):
             await part.open()
             self._exits.push_async_callback(part.close)
+        for tier in parts.local_tiers:
+            if isinstance(tier, LocalDiskBackend):
+                self._tasks.start("announce-disk", self._announcer.announce_when_loaded(tier))
 
     def _add_health_checks(self, parts: SidecarParts) -> None:
         async def arena_is_whole() -> str:

@@ -251,3 +251,17 @@ async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierS
     assert not await store.put(other)
     assert payloads(await store.get([make_key("a")])) == [make_payload("a")]
     assert await store.remove([make_key("a")]) == 1
+
+
+async def test_a_tier_that_cannot_be_opened_is_left_out(arena: ArenaAllocator, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    broken, good = Disk(tmp_path / "file" / "disk", 1 << 22), Disk(tmp_path / "disk", 1 << 22)
+    good.name = "OtherDisk"
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [broken, good])
+    await stack.open()
+    assert list(stack.lower) == [good]
+    await put(stack, "a")
+    assert await stack.drain(5.0)
+    assert good.num_puts == 1
+    await stack.close()
+    assert arena.used_bytes == 0

@@ -19,6 +19,13 @@ class HeldTier(Protocol):
         """Name and size in bytes of every chunk held now."""
 
 
+class LoadedTier(HeldTier, Protocol):
+    """A local tier that is read in the background after its start."""
+
+    async def wait_loaded(self) -> None:
+        """Return when everything that was there before the start is known."""
+
+
 class TierAnnouncer:
     """A `StackListener` that passes on what local tiers gain and lose.
 
@@ -58,6 +65,12 @@ class TierAnnouncer:
         for tier in self._tiers.values():
             for key, num_bytes in tier.held():
                 yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
+
+    async def announce_when_loaded(self, tier: LoadedTier) -> None:
+        """Announce what a tier finds while it is still being read: a large disk is read in the background."""
+        await tier.wait_loaded()
+        for key, num_bytes in tier.held():
+            self.stored(key, tier.name, num_bytes)
 
     def _tenant(self, key: ChunkKey) -> str | None:
         return None if key.tenant == self._own_tenant else key.tenant

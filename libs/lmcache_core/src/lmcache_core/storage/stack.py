@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.write_behind import WriteBehind
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 2.0
 DEFAULT_PENDING_SHARE = 2
@@ -55,10 +58,19 @@ class TierStack:
         }
 
     async def open(self) -> None:
-        """Open every tier."""
+        """Open every tier; one that cannot be had is left out, since a broken disk must not stop what works without it.
+
+        Raises:
+            ConfigError: A tier's options are wrong, or another process owns its directory.
+        """
         await self.hot.open()
         for tier in self.lower:
-            await tier.open()
+            try:
+                await tier.open()
+            except UnavailableError as exc:
+                logger.error("going on without the tier %s: %s", tier.name, exc)
+                self._writers.pop(tier.name, None)
+                self.lower = tuple(other for other in self.lower if other is not tier)
         for writer in self._writers.values():
             writer.open()
 
