@@ -37,8 +37,12 @@ class ChunkStore(Protocol):
         What is missing is counted with its reason.
         """
 
-    def release(self, chunks: Sequence[Chunk]) -> None:
-        """Give the references of these chunks back."""
+    def release(self, chunks: Sequence[Chunk]) -> bool:
+        """Give the references of these chunks back.
+
+        Returns:
+            Whether all of them were certainly held until now; False means that what was read from them may have been overwritten.
+        """
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:
         """Give reserved memory back unused."""

@@ -19,7 +19,7 @@ from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_core.record import Chunk, MissReason, encode_head, payload_digest, raw_header
+from lmcache_core.record import RAW_SERDE, Chunk, MissReason, encode_head, payload_digest, raw_header
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     REQUESTED_TOKENS_TOTAL,
@@ -93,17 +93,18 @@ class LMCacheEngine:
             return
         shapes = [self._gpu_connector.get_shape(end - start) for start, end, _ in named]
         reserved = self._store.reserve(shapes, self.metadata.kv_dtype_name)
-        chunks: list[Chunk] = []
+        put: list[Chunk] = []
         try:
+            filled: list[Chunk] = []
             for (start, end, key), memory in zip(named, takewhile(lambda obj: obj is not None, reserved), strict=False):
                 assert memory is not None
                 self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-                chunks.append(self._describe(key, memory))
-            stored = self._store.put(chunks)
-            self._count_stored(chunks, stored, len(named))
+                filled.append(self._describe(key, memory))
+            put = filled
+            self._count_stored(put, self._store.put(put), len(named))
         finally:
-            self._store.abort([memory for memory in reserved[len(chunks) :] if memory is not None])
-            self._store.release(chunks)
+            self._store.release(put)
+            self._store.abort([memory for memory in reserved[len(put) :] if memory is not None])
 
     def retrieve(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """Put the cached KV of the longest prefix of these tokens into the serving engine.
@@ -123,16 +124,22 @@ class LMCacheEngine:
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         self.counters.add(REQUESTED_TOKENS_TOTAL, sum(end - start for start, end, _ in named))
         chunks = self._store.get([key for _, _, key in named])
+        num_loaded = 0
         try:
             for (start, end, _), chunk in zip(named, chunks, strict=False):
                 if not self._fits(chunk, end - start):
-                    self.counters.add(MISSED_CHUNKS_TOTAL, 1, MissReason.LAYOUT)
+                    self.counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, MissReason.LAYOUT)
                     break
                 self._gpu_connector.to_gpu(_as_kv(chunk), start, end, **kwargs)
-                loaded[start:end] = True
-                self._count_retrieved(chunk, end - start)
+                num_loaded += 1
         finally:
-            self._store.release(chunks)
+            were_held = self._store.release(chunks)
+        if not were_held:
+            self.counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
+            return loaded
+        for (start, end, _), chunk in zip(named, chunks[:num_loaded], strict=False):
+            loaded[start:end] = True
+            self._count_retrieved(chunk, end - start)
         return loaded
 
     def lookup(self, tokens: torch.Tensor, search_range: list[str] | None = None) -> int:
@@ -164,10 +171,13 @@ class LMCacheEngine:
         return Chunk(ChunkKey(DEFAULT_TENANT, key), header, encode_head(header, memory.get_size()), memory, HOT_TIER)
 
     def _fits(self, chunk: Chunk, num_tokens: int) -> bool:
-        if len(chunk.header.tensors) != 1:
+        """Whether the payload is exactly the KV that the connector takes: raw, lossless, one tensor and nothing else."""
+        header = chunk.header
+        if header.serde != RAW_SERDE or header.lossy or len(header.tensors) != 1:
             return False
-        spec = chunk.header.tensors[0]
-        return tuple(spec.shape) == tuple(self._gpu_connector.get_shape(num_tokens)) and spec.dtype == self.metadata.kv_dtype_name
+        spec = header.tensors[0]
+        has_shape = tuple(spec.shape) == tuple(self._gpu_connector.get_shape(num_tokens)) and spec.dtype == self.metadata.kv_dtype_name
+        return has_shape and spec.offset == 0 and spec.length == chunk.memory.get_size()
 
     def _count_stored(self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int) -> None:
         self.counters.add(STORED_CHUNKS_TOTAL, sum(stored))

@@ -93,10 +93,11 @@ class StorageManager:
             ]
         return self._intact_prefix(results)
 
-    def release(self, chunks: Sequence[Chunk]) -> None:
-        """See `ChunkStore.release`."""
+    def release(self, chunks: Sequence[Chunk]) -> bool:
+        """See `ChunkStore.release`; references in this process cannot be lost."""
         for chunk in chunks:
             chunk.release()
+        return True
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:
         """See `ChunkStore.abort`."""
