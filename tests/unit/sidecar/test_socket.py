@@ -83,7 +83,7 @@ def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(client: Sidec
     found, answer = pinned_bytes(client, 1, 2, 3, 4)
     assert found == [b"one", b"two!"]
     assert answer.miss_reason == "never_stored"
-    assert client.call(m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4))), m.LookupOk) == m.LookupOk(2, ("Hot", "Hot"))
+    assert client.call(m.Lookup(tuple(key_of(n).canonical() for n in (1, 2, 3, 4)), (), 1000), m.LookupOk) == m.LookupOk(2, ("Hot", "Hot"))
 
 
 def test_nothing_is_visible_before_its_commit(sidecar: RunningSocket, client: SidecarConnection) -> None:

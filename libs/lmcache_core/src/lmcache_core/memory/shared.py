@@ -83,12 +83,14 @@ def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as exc:
-        raise UnavailableError(f"arena {path}: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:
+        raise UnavailableError(f"arena {path}: {exc}") from exc
     try:
-        if os.fstat(fd).st_size < size:
+        if not 0 < size <= os.fstat(fd).st_size:
             raise UnavailableError(f"arena {path} has {os.fstat(fd).st_size} bytes; the sidecar said {size}")
         return _map(fd, path, size, generation)
+    except (OSError, ValueError) as exc:
+        raise UnavailableError(f"arena {path} cannot be mapped: {exc}") from exc
     finally:
         os.close(fd)
 

@@ -9,6 +9,7 @@ from lmcache_core.record.chunk import Chunk
 from lmcache_core.record.codec import verify_payload
 
 SAMPLE_INTERVAL = 16
+MODES = ("always", "sampled", "never")
 
 
 class HotVerifier:
@@ -19,10 +20,15 @@ class HotVerifier:
     """
 
     def __init__(self, mode: str) -> None:
-        if mode not in ("always", "sampled", "never"):
+        if mode not in MODES:
             raise ConfigError(f"verify_hot={mode!r}: must be always, sampled or never")
         self.mode = mode
         self._turns = itertools.count()
+
+    @classmethod
+    def lenient(cls, mode: str) -> HotVerifier:
+        """As told by a sidecar, which may be newer than we are: a mode that is not known reads as "always"."""
+        return cls(mode if mode in MODES else "always")
 
     def is_intact(self, chunk: Chunk) -> bool:
         """False when the digest was checked and differs."""

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TypeVar
 
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
+from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.messages import LENGTH, Hello, HelloOk, Message, Refused, check_length, decode_answer, encode
 
 A = TypeVar("A", bound=Message)
 
 
 class SidecarConnection:
-    """A connection that has said HELLO. Thread-safe; requests of several threads take turns.
+    """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no use in a forked child.
 
-    Reservations and pins belong to it: when it closes, the sidecar takes them back.
+    Reservations and pins belong to it: when its socket closes, the sidecar takes them back and gives the memory to others. So the
+    socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`).
 
     Args:
         path: The sidecar's socket.
         hello: What to say first.
-        timeout_s: Deadline of connecting and of each call that names none.
+        timeout_s: Deadline of connecting, and of each call that names none.
     """
 
     def __init__(self, path: Path, hello: Hello, timeout_s: float) -> None:
         self._path = path
         self._hello = hello
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._books = threading.Lock()
         self._socket: socket.socket | None = None
+        self._pid = 0
+        self._is_usable = False
+        self._num_held = 0
         self._welcome: HelloOk | None = None
         self._arena: SharedArena | None = None
+        self.verifier = HotVerifier("always")
 
     @property
     def is_open(self) -> bool:
         """Whether calls can be made."""
-        return self._socket is not None
+        return self._is_usable and self._pid == os.getpid()
 
     @property
     def welcome(self) -> HelloOk:
@@ -64,70 +73,112 @@ class SidecarConnection:
         connection.settimeout(self._timeout_s)
         try:
             connection.connect(str(self._path))
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
             connection.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc.strerror or exc}") from exc
-        self._socket = connection
+            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+        self._socket, self._pid, self._is_usable = connection, os.getpid(), True
         try:
             self._welcome = self.call(self._hello, HelloOk)
             self._arena = attach_shared_arena(Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation)
         except (UnavailableError, ProtocolError):
             self.close()
             raise
+        self.verifier = HotVerifier.lenient(self._welcome.verify_hot)
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        """Make no more calls; close the socket as soon as nothing is held. Idempotent."""
+        with self._books:
+            self._is_usable = False
+            self._close_unless_held()
 
-    def call(self, request: Message, expected: type[A], timeout_s: float | None = None) -> A:
+    def hold(self, count: int) -> None:
+        """Keep the socket open for that many pieces of the arena; before they are asked for, so that no gap is left."""
+        with self._books:
+            self._num_held += count
+
+    def let_go(self, count: int) -> None:
+        """The counterpart of `hold`: that many pieces are touched no more."""
+        with self._books:
+            self._num_held -= count
+            assert self._num_held >= 0, "more was let go than was held"
+            self._close_unless_held()
+
+    def call(self, request: Message, expected: type[A], timeout_s: float | None = None, turn_s: float | None = None) -> A:
         """Send a request and wait for its answer.
 
         Args:
             request: What to send.
             expected: Class of the answer.
-            timeout_s: Deadline; past it the connection is closed, since an answer may still be on its way.
+            timeout_s: Deadline of the exchange; past it the connection is given up, since an answer may still be on its way.
+            turn_s: Longest wait for requests of other threads; past it the connection is as good as before. By default `timeout_s`.
 
         Raises:
-            UnavailableError: The connection is gone or the deadline has passed.
+            UnavailableError: The connection is gone or busy, or the deadline has passed.
             VersionError: HELLO was refused for its version.
             ProtocolError: The sidecar refused the request or answered something else.
         """
-        with self._lock:
-            connection = self._socket
-            if connection is None:
-                raise UnavailableError("the connection to the sidecar is closed")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self.hold(1)
+        try:
+            if not self._turn.acquire(timeout=limit_s if turn_s is None else turn_s):
+                raise UnavailableError(f"sidecar at {self._path}: busy with requests of other threads")
             try:
-                connection.settimeout(self._timeout_s if timeout_s is None else timeout_s)
-                connection.sendall(encode(request))
-                (length,) = LENGTH.unpack(_receive(connection, LENGTH.size))
-                check_length(length)
-                answer = decode_answer(_receive(connection, length))
-            except OSError as exc:
-                self.close()
-                raise UnavailableError(f"sidecar at {self._path}: {exc.strerror or exc}") from exc
-            except ProtocolError:
-                self.close()
-                raise
+                return self._exchange(request, expected, time.monotonic() + limit_s)
+            finally:
+                self._turn.release()
+        finally:
+            self.let_go(1)
+
+    def _exchange(self, request: Message, expected: type[A], deadline: float) -> A:
+        connection = self._socket
+        if connection is None or not self.is_open:
+            raise UnavailableError("the connection to the sidecar is closed")
+        try:
+            connection.settimeout(_remaining(deadline))
+            connection.sendall(encode(request))
+            (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
+            check_length(length)
+            answer = decode_answer(_receive(connection, length, deadline))
+        except OSError as exc:
+            self.close()
+            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+        except ProtocolError:
+            self.close()
+            raise
         if isinstance(answer, expected):
             return answer
+        self.close()
         if isinstance(answer, Refused):
             kind = VersionError if answer.code == "version" else ProtocolError
             raise kind(f"the sidecar refused {type(request).__name__}: {answer.code}: {answer.message}")
-        self.close()
         raise ProtocolError(f"the sidecar answered {type(request).__name__} with {type(answer).__name__}")
 
+    def _close_unless_held(self) -> None:
+        connection = self._socket
+        if self._is_usable or self._num_held or connection is None:
+            return
+        self._socket = None
+        if self._pid == os.getpid():  # in a forked child it would end the parent's connection
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+
+def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
     buffer = bytearray(num_bytes)
     view = memoryview(buffer)
     at = 0
     while at < num_bytes:
+        connection.settimeout(_remaining(deadline))
         received = connection.recv_into(view[at:])
         if received == 0:
-            raise ConnectionResetError("the sidecar closed the connection")
+            raise ConnectionResetError("it closed the connection")
         at += received
     return bytes(buffer)
+
+
+def _remaining(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("no answer in time")
+    return left_s

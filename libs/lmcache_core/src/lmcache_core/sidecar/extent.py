@@ -8,10 +8,10 @@ from lmcache_core.sidecar.connection import SidecarConnection
 
 
 class ArenaExtent(BytesBufferMemoryObj):
-    """Bytes of the shared arena. The sidecar counts it as lent until the store gives `handle` back, or the connection ends.
+    """Bytes of the shared arena. The sidecar counts it as lent until the store gives `handle` back, or the connection's socket closes.
 
     Args:
-        connection: Whose it is; handles of another connection mean nothing.
+        connection: Whose it is; handles of another connection mean nothing. It is held (`SidecarConnection.hold`) for this extent.
         handle: Reservation id (writable extents) or pin id (read-only extents).
         view: The bytes.
         metadata: What they hold.
@@ -21,6 +21,7 @@ class ArenaExtent(BytesBufferMemoryObj):
         super().__init__(view, metadata)
         self.connection = connection
         self.handle = handle
+        self.is_lent = True
 
     @classmethod
     def pinned(cls, connection: SidecarConnection, handle: int, offset: int, length: int) -> ArenaExtent:
@@ -32,3 +33,9 @@ class ArenaExtent(BytesBufferMemoryObj):
     def reserved(cls, connection: SidecarConnection, handle: int, offset: int, metadata: MemoryObjMetadata) -> ArenaExtent:
         """An extent to fill for a store."""
         return cls(connection, handle, connection.arena.store_view[offset : offset + metadata.get_size()], metadata)
+
+    def end(self) -> None:
+        """The bytes are not touched any more. Idempotent."""
+        if self.is_lent:
+            self.is_lent = False
+            self.connection.let_go(1)

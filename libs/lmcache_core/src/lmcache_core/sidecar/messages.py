@@ -24,6 +24,7 @@ _Key = Annotated[bytes, Meta(max_length=4096)]
 _Head = Annotated[bytes, Meta(max_length=64 << 10)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Size = Annotated[int, Meta(gt=0, le=4 << 30)]
+_Deadline = Annotated[int, Meta(ge=1, le=3_600_000)]
 _Keys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_BATCH)]
 
 
@@ -31,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages; on the wire an array that begins with the class's name."""
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message of a client. `model` and `layout` say what KV it handles, for status pages and layout checks."""
 
     version_min: int
@@ -43,7 +44,7 @@ class Hello(Message, frozen=True):
     layout: _Text
 
 
-class HelloOk(Message, frozen=True):
+class HelloOk(Message, frozen=True, forbid_unknown_fields=False):
     """The sidecar's answer: where the arena is and how it is to be used."""
 
     version: int
@@ -55,7 +56,7 @@ class HelloOk(Message, frozen=True):
     salt: _Text
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
     """The request, or the whole connection, is refused. `code`: version, bounds, protocol, closing."""
 
     code: _Text
@@ -63,10 +64,14 @@ class Refused(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """How many of these chunks, from the first, are cached; `search_range` limits the tiers ([] means all)."""
+    """How many of these chunks, from the first, are cached; `search_range` limits the tiers ([] means all).
+
+    A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
+    """
 
     keys: _Keys
-    search_range: Annotated[tuple[_Text, ...], Meta(max_length=16)] = ()
+    search_range: Annotated[tuple[_Text, ...], Meta(max_length=16)]
+    deadline_ms: _Deadline
 
 
 class LookupOk(Message, frozen=True):
@@ -126,7 +131,7 @@ class Pin(Message, frozen=True):
     """Bring chunks into the arena within the deadline and keep them there until `Release`."""
 
     keys: _Keys
-    deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)]
+    deadline_ms: _Deadline
 
 
 class PinnedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

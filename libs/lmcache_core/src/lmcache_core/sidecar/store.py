@@ -1,39 +1,40 @@
 """The engine's chunk store in sidecar mode: no tier of its own, everything through the pod's sidecar.
 
-The sidecar may be absent, killed or restarted at any moment: every call then answers as an empty cache would, at the price of at most
-one connection attempt per back-off interval, and goes on by itself when the sidecar is back.
+The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an empty cache would, and goes on by
+itself when the sidecar is back. A hanging sidecar costs one call its deadline; the calls after it cost nothing (`SidecarLink`).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lmcache_core.errors import LMCacheError, ProtocolError, RecordError, UnavailableError
+from lmcache_core.errors import ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import Chunk, HotVerifier, MissReason, decode_head
+from lmcache_core.record import Chunk, MissReason, decode_head
 from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent
+from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
 CALL_MARGIN_S = 0.5
+"""What an answer may take beyond the deadline that the sidecar was given."""
+TURN_S = 0.5
+"""Longest wait for other threads' requests before a call does without the cache."""
 
 A = TypeVar("A", bound=m.Message)
 
 
 class SidecarChunkStore:
-    """See `lmcache_core.engine.ChunkStore`.
+    """See `lmcache_core.engine.ChunkStore`. A call waits at most `TURN_S` + `timeout_s` + `CALL_MARGIN_S`.
 
     Args:
         path: The sidecar's socket.
@@ -43,34 +44,29 @@ class SidecarChunkStore:
     """
 
     def __init__(self, path: Path, hello: m.Hello, timeout_s: float, counters: Counters) -> None:
-        self._path = path
-        self._hello = hello
         self._timeout_s = timeout_s
         self._counters = counters
-        self._connection: SidecarConnection | None = None
         self._on_salt: Callable[[str], None] = lambda salt: None
-        self._next_try = 0.0
-        self._backoff_s = FIRST_BACKOFF_S
-        self._verifier = HotVerifier("always")
-        self._closed = False
-        self._connecting = threading.Lock()
+        self._link = SidecarLink(path, hello, timeout_s, lambda welcome: self._on_salt(welcome.salt))
 
     def open(self, on_salt: Callable[[str], None]) -> None:
         """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's salt at each connection."""
         self._on_salt = on_salt
-        self._connected()
+        self._link.open()
 
     def close(self) -> None:
-        """Close the connection; reservations and pins go back to the sidecar."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close()
+        """End the connection; reservations and pins go back to the sidecar."""
+        self._link.close()
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
         num_prefix = 0
+        connection = self._link.connection
+        if connection is None or search_range == []:
+            return 0
         for batch in m.split_batches([key.canonical() for key in keys]):
-            answer = self._call(m.Lookup(batch, tuple(search_range or ())), m.LookupOk, self._timeout_s)
+            request = m.Lookup(batch, tuple(search_range or ()), self._deadline_ms)
+            answer = self._ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
             if answer is None:
                 break
             num_prefix += min(answer.num_prefix, len(batch))
@@ -80,152 +76,176 @@ class SidecarChunkStore:
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.prefetch`."""
-        for batch in m.split_batches([key.canonical() for key in keys]):
-            self._call(m.Prefetch(batch), m.PrefetchOk)
+        connection = self._link.connection
+        if connection is not None:
+            for batch in m.split_batches([key.canonical() for key in keys]):
+                self._ask(connection, m.Prefetch(batch), m.PrefetchOk)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
-        sizes = [num_bytes(shape, dtype) for shape in shapes]
+        connection = self._link.connection
         extents: list[MemoryObj | None] = []
-        for at in range(0, len(sizes), m.MAX_BATCH):
-            connection = self._connected()
-            answer = self._call(m.Reserve(tuple(sizes[at : at + m.MAX_BATCH])), m.ReserveOk)
-            if answer is None or connection is None:
+        while connection is not None and len(extents) < len(shapes):
+            given = self._reserve_batch(connection, shapes[len(extents) : len(extents) + m.MAX_BATCH], dtype)
+            if not given:
                 break
-            for shape, given in zip(shapes[at:], answer.reservations, strict=False):
-                extents.append(None if given is None else self._reserved(connection, given, shape, dtype))
-        return extents + [None] * (len(sizes) - len(extents))
+            extents += given
+        return extents + [None] * (len(shapes) - len(extents))
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `ChunkStore.put`."""
+        """See `ChunkStore.put`; the chunks are those of one `reserve`."""
         stored: list[bool] = []
-        connection = self._connection
         for at in range(0, len(chunks), m.MAX_BATCH):
             batch = chunks[at : at + m.MAX_BATCH]
-            items = tuple((_handle(chunk, connection), chunk.head) for chunk in batch)
-            answer = self._call(m.Commit(items), m.CommitOk)
-            stored.extend([False] * len(batch) if answer is None else answer.stored)
+            extents = _lent([chunk.memory for chunk in batch])
+            assert len(extents) == len(batch), "a chunk is put once, in memory of this store"
+            commit = m.Commit(tuple((extent.handle, chunk.head) for extent, chunk in zip(extents, batch, strict=True)))
+            answer = self._return(extents, commit, m.CommitOk)
+            if answer is not None and len(answer.stored) != len(batch):
+                self._give_up(extents[0].connection, "the sidecar answered Commit for another number of chunks")
+                answer = None
+            stored += [False] * len(batch) if answer is None else answer.stored
         return stored
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
         """See `ChunkStore.get`."""
+        connection = self._link.connection
         chunks: list[Chunk] = []
-        for at in range(0, len(keys), m.MAX_BATCH):
-            batch = keys[at : at + m.MAX_BATCH]
-            connection = self._connected()
-            pin = m.Pin(tuple(key.canonical() for key in batch), int(self._timeout_s * 1000))
-            answer = self._call(pin, m.PinOk, self._timeout_s + CALL_MARGIN_S)
-            if answer is None or connection is None:
-                self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), MissReason.UNAVAILABLE)
-                break
-            good, reason = self._take(connection, batch, answer)
-            chunks.extend(good)
+        reason: str = MissReason.UNAVAILABLE
+        while connection is not None and len(chunks) < len(keys):
+            batch = keys[len(chunks) : len(chunks) + m.MAX_BATCH]
+            good, reason = self._pin(connection, batch)
+            chunks += good
             if len(good) < len(batch):
-                self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), reason)
                 break
+        if len(chunks) < len(keys):
+            self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), reason)
         return chunks
 
-    def release(self, chunks: Sequence[Chunk]) -> None:
+    def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`."""
-        self._give_back([chunk.memory for chunk in chunks], m.Release, m.ReleaseOk)
+        return self._give_back(_lent([chunk.memory for chunk in chunks]), m.Release, m.ReleaseOk)
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:
         """See `ChunkStore.abort`."""
-        self._give_back(memories, m.Abort, m.AbortOk)
+        self._give_back(_lent(memories), m.Abort, m.AbortOk)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the sidecar's tiers; empty when it is away."""
-        answer = self._call(m.Stats(), m.StatsOk)
+        connection = self._link.connection
+        answer = None if connection is None else self._ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else answer.stats
 
-    def _take(self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], answer: m.PinOk) -> tuple[list[Chunk], str]:
+    @property
+    def _deadline_ms(self) -> int:
+        return max(1, int(self._timeout_s * 1000))
+
+    def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
+        sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
+        extents: list[MemoryObj | None] = []
+        connection.hold(len(sizes))
+        try:
+            answer = self._ask(connection, m.Reserve(sizes), m.ReserveOk)
+            if answer is None:
+                return []
+            fits = [
+                given is None or _is_inside(connection, given[1], size) for given, size in zip(answer.reservations, sizes, strict=False)
+            ]
+            if len(answer.reservations) != len(sizes) or not all(fits):
+                self._give_up(connection, "the sidecar answered Reserve with memory that nobody asked for or that is not there")
+                return []
+            for given, shape, size in zip(answer.reservations, shapes, sizes, strict=True):
+                if given is None:
+                    extents.append(None)
+                    continue
+                metadata = MemoryObjMetadata(tuple(shape), dtype, given[1], size, 1, MemoryFormat.KV_BLOB)
+                extents.append(ArenaExtent.reserved(connection, given[0], given[1], metadata))
+        finally:
+            connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
+        return extents
+
+    def _pin(self, connection: SidecarConnection, keys: Sequence[CacheEngineKey]) -> tuple[list[Chunk], str]:
+        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms)
         good: list[Chunk] = []
-        reason = answer.miss_reason or MissReason.NEVER_STORED
-        for key, pinned in zip(keys, answer.chunks, strict=False):
-            chunk = self._checked(connection, key, pinned)
-            if chunk is None:
-                reason = MissReason.CORRUPT
-                break
-            good.append(chunk)
-        rejected = [pinned.pin for pinned in answer.chunks[len(good) :]]
-        if rejected:
-            self._call(m.Release(tuple(rejected)), m.ReleaseOk)
+        connection.hold(len(keys))
+        try:
+            answer = self._ask(connection, request, m.PinOk, self._timeout_s + CALL_MARGIN_S)
+            if answer is None:
+                return good, MissReason.UNAVAILABLE
+            reason: str = _reason(answer.miss_reason)
+            for key, pinned in zip(keys, answer.chunks, strict=False):
+                chunk = _checked(connection, key, pinned)
+                if chunk is None:
+                    reason = MissReason.CORRUPT
+                    break
+                good.append(chunk)
+            rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
+            if rejected:
+                self._ask(connection, m.Release(rejected), m.ReleaseOk)
+        finally:
+            connection.let_go(len(keys) - len(good))
         return good, reason
 
-    def _checked(self, connection: SidecarConnection, key: CacheEngineKey, pinned: m.PinnedChunk) -> Chunk | None:
-        if pinned.offset < 0 or pinned.length < 0 or pinned.offset + pinned.length > connection.arena.size:
-            return None
+    def _give_back(self, extents: Sequence[ArenaExtent], request: type[m.Release] | type[m.Abort], expected: type[A]) -> bool:
+        answers = []
+        for at in range(0, len(extents), m.MAX_BATCH):
+            batch = extents[at : at + m.MAX_BATCH]
+            answers.append(self._return(batch, request(tuple(extent.handle for extent in batch)), expected))
+        return all(answer is not None for answer in answers)
+
+    def _return(self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]) -> A | None:
+        """Give lent memory back, by a request or, where that cannot be said, by ending the connection."""
+        connection = extents[0].connection
+        answer = self._ask(connection, request, expected, turn_s=self._timeout_s)
+        if answer is None:
+            self._give_up(connection, f"{type(request).__name__} could not be said")
+        for extent in extents:
+            extent.end()
+        return answer
+
+    def _ask(
+        self, connection: SidecarConnection, request: m.Message, expected: type[A], timeout_s: float | None = None, turn_s: float = TURN_S
+    ) -> A | None:
+        begin = time.monotonic()
         try:
-            header, payload_bytes = decode_head(pinned.head, key)
-        except RecordError as exc:
-            logger.warning("the sidecar served a damaged record head: %s", exc.reason)
-            return None
-        if payload_bytes != pinned.length:
-            return None
-        memory = ArenaExtent.pinned(connection, pinned.pin, pinned.offset, pinned.length)
-        chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)
-        return chunk if self._verifier.is_intact(chunk) else None
-
-    def _reserved(self, connection: SidecarConnection, given: tuple[int, int], shape: Sequence[int], dtype: str) -> ArenaExtent | None:
-        handle, offset = given
-        metadata = MemoryObjMetadata(tuple(shape), dtype, offset, num_bytes(shape, dtype), 1, MemoryFormat.KV_BLOB)
-        if offset < 0 or offset + metadata.get_size() > connection.arena.size:
-            return None
-        return ArenaExtent.reserved(connection, handle, offset, metadata)
-
-    def _give_back(self, memories: Sequence[MemoryObj], request: type[m.Release] | type[m.Abort], expected: type[A]) -> None:
-        connection = self._connection
-        handles = [memory.handle for memory in memories if isinstance(memory, ArenaExtent) and memory.connection is connection]
-        for at in range(0, len(handles), m.MAX_BATCH):
-            self._call(request(tuple(handles[at : at + m.MAX_BATCH])), expected)
-
-    def _call(self, request: m.Message, expected: type[A], timeout_s: float | None = None) -> A | None:
-        connection = self._connected()
-        if connection is None:
-            return None
-        try:
-            return connection.call(request, expected, timeout_s)
+            return connection.call(request, expected, timeout_s, turn_s)
         except (UnavailableError, ProtocolError) as exc:
-            if not connection.is_open:
-                self._lost(exc)
+            if connection.is_open:
+                logger.debug("%s", exc)
             else:
-                logger.warning("%s", exc)
+                self._link.lost(connection, exc, time.monotonic() - begin)
             return None
 
-    def _connected(self) -> SidecarConnection | None:
-        connection = self._connection
-        if connection is not None and connection.is_open:
-            return connection
-        with self._connecting:
-            if self._connection is not None and self._connection.is_open:
-                return self._connection
-            return self._connect()
-
-    def _connect(self) -> SidecarConnection | None:
-        if self._closed or time.monotonic() < self._next_try:
-            return None
-        connection = SidecarConnection(self._path, self._hello, self._timeout_s)
-        try:
-            connection.open()
-        except (UnavailableError, ProtocolError) as exc:
-            self._lost(exc)
-            return None
-        self._backoff_s = FIRST_BACKOFF_S
-        self._verifier = HotVerifier(connection.welcome.verify_hot)
-        self._on_salt(connection.welcome.salt)
-        self._connection = connection
-        logger.info("connected to sidecar %s, arena of %d bytes", connection.welcome.server, connection.welcome.arena_bytes)
-        return connection
-
-    def _lost(self, cause: LMCacheError) -> None:
-        if self._backoff_s == FIRST_BACKOFF_S:
-            logger.warning("no sidecar, going on without a cache: %s", cause)
-        self._connection = None
-        self._next_try = time.monotonic() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+    def _give_up(self, connection: SidecarConnection, why: str) -> None:
+        connection.close()
+        self._link.lost(connection, ProtocolError(why), 0.0)
 
 
-def _handle(chunk: Chunk, connection: SidecarConnection | None) -> int:
-    memory = chunk.memory
-    assert isinstance(memory, ArenaExtent)
-    return memory.handle if memory.connection is connection else 0
+def _lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:
+    return [memory for memory in memories if isinstance(memory, ArenaExtent) and memory.is_lent]
+
+
+def _is_inside(connection: SidecarConnection, offset: int, length: int) -> bool:
+    return offset >= 0 and length >= 0 and offset + length <= connection.arena.size
+
+
+def _reason(text: str) -> str:
+    """A miss reason of the sidecar's; one that we do not know reads as `unavailable`."""
+    if not text:
+        return MissReason.NEVER_STORED
+    return text if text in MissReason.__members__.values() else MissReason.UNAVAILABLE
+
+
+def _checked(connection: SidecarConnection, key: CacheEngineKey, pinned: m.PinnedChunk) -> Chunk | None:
+    if not _is_inside(connection, pinned.offset, pinned.length):
+        return None
+    try:
+        header, payload_bytes = decode_head(pinned.head, key)
+    except RecordError as exc:
+        logger.warning("the sidecar served a damaged record head: %s", exc.reason)
+        return None
+    if payload_bytes != pinned.length:
+        return None
+    memory = ArenaExtent.pinned(connection, pinned.pin, pinned.offset, pinned.length)
+    chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)
+    return chunk if connection.verifier.is_intact(chunk) else None

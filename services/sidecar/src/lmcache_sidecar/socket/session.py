@@ -127,7 +127,8 @@ class Session:
 
     async def _lookup(self, request: m.Lookup) -> m.LookupOk:
         search_range = request.search_range or None
-        tiers = await self._context.stack.batched_tiers(self._names(request.keys), self._context.timeout_s, search_range)
+        timeout_s = min(self._context.timeout_s, request.deadline_ms / 1000)
+        tiers = await self._context.stack.batched_tiers(self._names(request.keys), timeout_s, search_range)
         prefix = tuple(itertools.takewhile(lambda tier: tier is not None, tiers))
         return m.LookupOk(len(prefix), tuple(tier or "" for tier in prefix))
 

@@ -1,0 +1,255 @@
+"""A sidecar that answers nonsense, or never, is an empty cache: nothing is raised, nothing is believed, nobody waits twice."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.record import encode_head, payload_digest, raw_header
+from lmcache_core.sidecar import messages as m
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, random_kv, tokens_of
+from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, scripted_sidecar
+from tests.fixtures.sidecar import engine_at
+
+TOKENS = tokens_of(2 * CHUNK_SIZE)
+PAYLOAD_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
+BOUND_S = 1.5
+"""Far above what a call may last with these deadlines (0.2 + 0.5 seconds), far below what two would."""
+
+
+def use(engine: LMCacheEngine) -> int:
+    """Every call of an engine; how many tokens it says it has retrieved."""
+    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+    engine.prefetch(TOKENS)
+    assert 0 <= engine.lookup(TOKENS) <= len(TOKENS)
+    num = int(engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).sum())
+    engine.stats()
+    return num
+
+
+def script(**answers: Answer | Callable[[Any], Answer]) -> Callable[[m.Message], Answer]:
+    """Answers by the request's name; the others are what a sidecar with room and no chunks would say."""
+    usual: dict[str, Answer | Callable[[Any], Answer]] = {
+        "Hello": None,
+        "Lookup": m.LookupOk(0, ()),
+        "Prefetch": m.PrefetchOk(True),
+        "Reserve": lambda r: m.ReserveOk(tuple((i + 1, ARENA_BYTES // 2 + i * 65536) for i in range(len(r.sizes)))),
+        "Commit": lambda r: m.CommitOk((True,) * len(r.items)),
+        "Abort": m.AbortOk(),
+        "Pin": m.PinOk((), "never_stored"),
+        "Release": m.ReleaseOk(),
+        "Stats": m.StatsOk({}),
+    }
+
+    def answer(request: m.Message) -> Answer:
+        chosen = (usual | answers)[type(request).__name__]
+        return chosen(request) if callable(chosen) else chosen
+
+    return answer
+
+
+def pinned(request: m.Pin, **changes: Any) -> m.PinOk:
+    """What a sidecar that holds zeros under every key would answer, but for the changes."""
+    chunks = []
+    for i, name in enumerate(request.keys):
+        from lmcache_core.keys import CacheEngineKey
+
+        header = raw_header(
+            CacheEngineKey.from_canonical(name), (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN), "float32", payload_digest(bytes(PAYLOAD_BYTES))
+        )
+        chunk = m.PinnedChunk(i + 1, i * PAYLOAD_BYTES, PAYLOAD_BYTES, encode_head(header, PAYLOAD_BYTES), "Hot")
+        chunks.append(msgspec.structs.replace(chunk, **changes))
+    return m.PinOk(tuple(chunks), "")
+
+
+def test_the_script_can_serve(tmp_path: Path) -> None:
+    """Control: unchanged, the scripted answers are believed."""
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+        assert use(engine) == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"Reserve": lambda r: m.ReserveOk(())},
+        {"Reserve": lambda r: m.ReserveOk(((1, 0),) * (len(r.sizes) + 1))},
+        {"Reserve": lambda r: m.ReserveOk(((1, ARENA_BYTES - 1),) * len(r.sizes))},
+        {"Reserve": lambda r: m.ReserveOk(((1, -512),) * len(r.sizes))},
+        {"Reserve": lambda r: m.ReserveOk(((1, 1 << 63),) * len(r.sizes))},
+        {"Commit": m.CommitOk(())},
+        {"Commit": m.CommitOk((True,) * 50)},
+        {"Commit": m.ReleaseOk()},
+        {"Lookup": m.LookupOk(1 << 40, ())},
+        {"Lookup": b"\xff\xff\xff\xff"},
+        {"Lookup": m.LENGTH.pack(3) + b"abc"},
+        {"Pin": lambda r: pinned(r, offset=ARENA_BYTES - 1)},
+        {"Pin": lambda r: pinned(r, offset=-1)},
+        {"Pin": lambda r: pinned(r, length=PAYLOAD_BYTES - 1)},
+        {"Pin": lambda r: pinned(r, length=1 << 62)},
+        {"Pin": lambda r: pinned(r, head=b"")},
+        {"Pin": lambda r: pinned(r, head=bytes(512))},
+        {"Pin": lambda r: m.PinOk(pinned(r).chunks[::-1], "")},
+        {"Pin": m.PinOk((), "a reason of a later version")},
+        {"Pin": m.Refused("closing", "going")},
+        {"Release": m.Refused("protocol", "no"), "Pin": pinned},
+        {"Release": b"", "Pin": pinned},
+        {"Stats": m.Refused("protocol", "no")},
+    ],
+)
+def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> None:
+    with scripted_sidecar(tmp_path, script(**answers)) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+        assert use(engine) == 0
+        assert {label for _, label in engine.counters.snapshot()} <= {"", "unavailable", "corrupt", "never_stored", "no_memory"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arena_bytes": 0},
+        {"arena_bytes": 1 << 61},
+        {"arena_path": "/nowhere"},
+        {"arena_path": "nul\0"},
+        {"arena_path": "/dev/null", "arena_bytes": 4096},
+        {"arena_path": "/"},
+    ],
+)
+def test_an_impossible_welcome_is_no_sidecar(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar:
+        sidecar.script = script(Hello=lambda r: sidecar.welcome(**changes), Pin=pinned)
+        with engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+            assert use(engine) == 0
+
+
+def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
+    """Fields and modes that a newer sidecar adds are no reason to go without a cache; an unknown mode verifies everything."""
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar:
+
+        def later(request: m.Message) -> bytes:
+            body = msgspec.msgpack.decode(m.encode(sidecar.welcome(verify_hot="now and then"))[m.LENGTH.size :])
+            longer = msgspec.msgpack.encode([*body, {"more": 1}])
+            return m.LENGTH.pack(len(longer)) + longer
+
+        sidecar.script = script(Hello=later, Pin=pinned)
+        with engine_at(sidecar.path) as engine:
+            assert use(engine) == len(TOKENS)
+            sidecar.script = script(Hello=later, Pin=lambda r: pinned(r, offset=8 * PAYLOAD_BYTES))
+            with sidecar.arena.open("r+b") as file:
+                file.seek(8 * PAYLOAD_BYTES)
+                file.write(b"x")
+            assert use(engine) == 0
+            assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
+
+
+@pytest.mark.parametrize("mute", ["Hello", "Lookup", "Reserve", "Commit", "Pin", "Release"])
+def test_silence_costs_one_call_its_deadline_and_the_next_nothing(tmp_path: Path, mute: str) -> None:
+    answers: dict[str, Any] = {"Pin": pinned} if mute == "Release" else {}
+    with scripted_sidecar(tmp_path, script(**answers, **{mute: b""})) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+        begin = time.monotonic()
+        assert use(engine) == 0
+        assert time.monotonic() - begin < BOUND_S
+        slept = 0.0
+        begin = time.monotonic()
+        while time.monotonic() - begin < 2.0:
+            assert use(engine) == 0
+            time.sleep(0.05)
+            slept += 0.05
+        stalled = time.monotonic() - begin - slept
+        assert stalled < BOUND_S, f"{stalled:.2f} s of 2 were spent on a sidecar that does not answer"
+
+
+def test_an_answer_by_drops_has_the_same_deadline(tmp_path: Path) -> None:
+    """Each byte comes in time, the answer never does."""
+    with scripted_sidecar(tmp_path, script()) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+
+        def drip(request: m.Message) -> Answer:
+            for _ in range(20):
+                sidecar._connections[-1].sendall(b"\x10")
+                time.sleep(0.1)
+            return None
+
+        sidecar.script = drip
+        begin = time.monotonic()
+        assert engine.lookup(TOKENS) == 0
+        assert time.monotonic() - begin < BOUND_S
+
+
+def test_threads_behind_a_slow_request_do_not_wait_one_after_the_other(tmp_path: Path) -> None:
+    with scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.8) as engine:
+        lasted: list[float] = []
+
+        def retrieve() -> None:
+            begin = time.monotonic()
+            engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS)))
+            lasted.append(time.monotonic() - begin)
+
+        threads = [threading.Thread(target=retrieve) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(lasted) < 2.5, "0.5 for its turn, 0.8 + 0.5 for an answer"
+
+
+def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(tmp_path: Path) -> None:
+    """The sidecar takes reservations back at the end of the connection, and gives the memory to others: not while we write to it."""
+    with scripted_sidecar(tmp_path, script(Pin=b"")) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+        store = engine._store
+        (extent,) = store.reserve([(2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)], "float32")
+        assert extent is not None
+        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        time.sleep(0.3)
+        assert sidecar.num_ended == 0, "the socket was closed under a thread that writes to its reservation"
+        extent.byte_array[:] = bytes(extent.get_size())
+        store.abort([extent])
+        deadline = time.monotonic() + 3.0
+        while sidecar.num_ended == 0:
+            assert time.monotonic() < deadline, "the socket stayed open although nothing is lent any more"
+            time.sleep(0.01)
+
+
+def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
+    """The sidecar ends the connection while the KV is copied: what was copied may be another chunk's by now."""
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.5) as engine:
+        copy = engine._gpu_connector.to_gpu
+
+        def to_gpu(*args: Any, **kwargs: Any) -> None:
+            copy(*args, **kwargs)
+            sidecar.close()
+
+        engine._gpu_connector.to_gpu = to_gpu  # type: ignore[method-assign]
+        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 2
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(tmp_path: Path) -> None:
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+        assert use(engine) == len(TOKENS)
+        num_before = len(sidecar.requests)
+        child = os.fork()
+        if child == 0:
+            connection = engine._store._link.connection  # type: ignore[attr-defined]
+            engine.close()
+            os._exit(0 if connection is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child used the connection of its parent"
+        assert len(sidecar.requests) == num_before
+        assert sidecar.num_ended == 0
+        assert use(engine) == len(TOKENS)
+
+
+def test_an_engine_can_be_closed_twice_and_used_afterwards(tmp_path: Path) -> None:
+    with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:
+        assert use(engine) == len(TOKENS)
+        engine.close()
+        engine.close()
+        assert use(engine) == 0
+        time.sleep(0.3)
+        assert sidecar.num_connections == sidecar.num_ended == 1, "a closed engine does not come back"
