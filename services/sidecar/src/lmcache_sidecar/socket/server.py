@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import stat
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError, ProtocolError
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS = 256
 SOCKET_MODE = 0o660
 MAX_SOCKET_PATH_BYTES = 107
+HELLO_TIMEOUT_S = 5.0
+DISCARD_BYTES = 64 << 10
 
 
 class SocketServer:
@@ -33,6 +36,7 @@ class SocketServer:
         self._server: asyncio.Server | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._is_draining = False
+        self._inode = 0
 
     @property
     def sessions(self) -> list[Session]:
@@ -47,14 +51,14 @@ class SocketServer:
         """
         if len(str(self._path).encode()) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"socket_path={str(self._path)!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            await self._replace_dead_socket()
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            await self._replace_dead_socket()
             self._server = await asyncio.start_unix_server(self._serve, str(self._path))
+            self._path.chmod(SOCKET_MODE)
+            self._inode = self._path.stat().st_ino
         except OSError as exc:
-            raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}") from exc
-        self._path.chmod(SOCKET_MODE)
+            raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path") from exc
 
     def refuse_stores(self) -> None:
         """From now on no client can store: the sidecar is draining."""
@@ -73,16 +77,18 @@ class SocketServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.wait_closed()
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
+                self._path.unlink()
 
     async def _replace_dead_socket(self) -> None:
         try:
+            if not stat.S_ISSOCK(self._path.lstat().st_mode):
+                raise ConfigError(f"socket_path={str(self._path)!r}: something else than a socket is there; choose another path")
             _, writer = await asyncio.open_unix_connection(str(self._path))
         except (ConnectionRefusedError, FileNotFoundError):
             self._path.unlink(missing_ok=True)
             return
-        except OSError as exc:
-            raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}") from exc
         writer.close()
         raise ConfigError(f"socket_path={str(self._path)!r}: another sidecar listens there; stop it or choose another path")
 
@@ -96,23 +102,51 @@ class SocketServer:
             session.refuse_stores()
         self._sessions[session] = task
         try:
-            await self._converse(session, reader, writer)
-        except ProtocolError as exc:
-            logger.warning("closing a client of the socket: %s", exc)
-            with contextlib.suppress(ConnectionError):
-                writer.write(m.encode(m.Refused("protocol", str(exc)[:512])))
-                await writer.drain()
+            await self._talk(session, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             logger.debug("a client of the socket went away")
+        except asyncio.CancelledError:
+            if self._server is not None:
+                raise
         finally:
             del self._sessions[session]
             session.close()
-            writer.close()
+            writer.transport.abort()
+
+    async def _talk(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._converse(session, reader, writer)
+        except ProtocolError as exc:
+            logger.warning("a client of the socket is refused: %s", exc)
+            writer.write(m.encode(m.Refused("protocol", str(exc)[:512])))
+            writer.write_eof()
+            await _until_gone(reader)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise
+        except Exception:
+            writer.write_eof()
+            await _until_gone(reader)
+            raise
 
     async def _converse(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await _answer_one(session, reader, writer)
+        except TimeoutError as exc:
+            raise ConnectionAbortedError("no HELLO in time") from exc
         while True:
-            (length,) = m.LENGTH.unpack(await reader.readexactly(m.LENGTH.size))
-            m.check_length(length)
-            request = m.decode_request(await reader.readexactly(length))
-            writer.write(m.encode(await session.answer(request)))
-            await writer.drain()
+            await _answer_one(session, reader, writer)
+
+
+async def _answer_one(session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    (length,) = m.LENGTH.unpack(await reader.readexactly(m.LENGTH.size))
+    m.check_length(length)
+    request = m.decode_request(await reader.readexactly(length))
+    writer.write(m.encode(await session.answer(request)))
+    await writer.drain()
+
+
+async def _until_gone(reader: asyncio.StreamReader) -> None:
+    """Until the client has closed its side it may still touch what is reserved or pinned for it: the memory stays its own."""
+    while await reader.read(DISCARD_BYTES):
+        pass

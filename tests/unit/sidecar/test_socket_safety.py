@@ -1,0 +1,147 @@
+"""What the sidecar's socket does to files, to memory that a client may still touch, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.sidecar import SidecarConnection
+from lmcache_core.sidecar import messages as m
+from lmcache_core.storage.disk import LocalDiskBackend
+
+from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
+from tests.fixtures.sidecar import TIMEOUT_S, RunningSocket, engine_at, running_socket
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
+
+
+class SlowDisk(LocalDiskBackend):
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await asyncio.sleep(60)
+        return [True] * len(keys)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def greeted(running: RunningSocket) -> socket.socket:
+    """A raw connection that has said HELLO."""
+    raw = socket.socket(socket.AF_UNIX)
+    raw.settimeout(5.0)
+    raw.connect(str(running.path))
+    say(raw, HELLO)
+    return raw
+
+
+def say(raw: socket.socket, message: m.Message) -> m.Answer:
+    raw.sendall(m.encode(message))
+    (length,) = m.LENGTH.unpack(raw.recv(m.LENGTH.size, socket.MSG_WAITALL))
+    return m.decode_answer(raw.recv(length, socket.MSG_WAITALL))
+
+
+def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> None:
+    short = random_kv(3 * CHUNK_SIZE)
+    with running_socket(tmp_path) as running, engine_at(running.path) as engine:
+        for seed in range(4):
+            with pytest.raises(ValueError, match="kvcaches"):
+                engine.store(tokens_of(4 * CHUNK_SIZE, seed), kvcaches=short)
+        (session,) = running.server.sessions
+        assert session.describe()["num_reservations"] == session.describe()["reserved_bytes"] == 0
+        assert running.allocator.used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "link to a file", "directory"])
+def test_what_is_no_socket_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "s.sock"
+    precious.write_text("keep me")
+    if kind == "file":
+        path = precious
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(precious)
+    with pytest.raises(ConfigError, match="something else than a socket"), running_socket(tmp_path, path=path):
+        pass
+    assert precious.read_text() == "keep me"
+
+
+def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
+    with running_socket(tmp_path) as running:
+        running.path.unlink()
+        with socket.socket(socket.AF_UNIX) as successor:
+            successor.bind(str(running.path))
+            running.loop.run(running.server.close(), TIMEOUT_S)
+            assert running.path.exists()
+
+
+def test_a_refused_client_keeps_its_memory_until_it_has_gone(tmp_path: Path) -> None:
+    """It may not know yet, and still be writing to its reservation: nobody else may get that memory."""
+    with running_socket(tmp_path) as running:
+        raw = greeted(running)
+        say(raw, m.Reserve((1000,)))
+        used = running.allocator.used_bytes
+        assert isinstance(say(raw, HELLO), m.Refused)
+        assert raw.recv(1) == b"", "the sidecar has nothing more to say"
+        time.sleep(0.1)
+        assert running.allocator.used_bytes == used > 0
+        raw.close()
+        wait_for(lambda: running.allocator.used_bytes == 0)
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with running_socket(tmp_path) as running:
+        raw = greeted(running)
+        raw.setblocking(False)
+        flood = m.encode(m.Stats()) * 1000
+        sent = 0
+        for _ in range(50):
+            try:
+                sent += raw.send(flood)
+            except BlockingIOError:
+                time.sleep(0.01)
+        assert sent > 100_000
+        begin = time.monotonic()
+        running.loop.run(running.server.close(), TIMEOUT_S)
+        assert time.monotonic() - begin < 2.0
+        raw.close()
+
+
+def test_the_end_is_quiet_with_clients_connected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_socket(tmp_path) as running:
+        client = SidecarConnection(running.path, HELLO, 5.0)
+        client.open()
+        running.loop.run(running.server.close(), TIMEOUT_S)
+        client.close()
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_client_that_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_sidecar.socket.server.HELLO_TIMEOUT_S", 0.1)
+    with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(5.0)
+        raw.connect(str(running.path))
+        assert raw.recv(1) == b""
+        wait_for(lambda: not running.server.sessions)
+
+
+def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
+    """A slow tier behind the sidecar is a miss; it does not cost the client its connection."""
+    disk = SlowDisk(tmp_path / "disk", 1 << 20)
+    with running_socket(tmp_path, lower=[disk]) as running, engine_at(running.path, tier_timeout_s=0.2) as engine:
+        tokens = tokens_of(2 * CHUNK_SIZE)
+        engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
+        for _ in range(2):
+            begin = time.monotonic()
+            assert engine.lookup(tokens) == CHUNK_SIZE
+            assert time.monotonic() - begin < 0.6
+        assert len(running.server.sessions) == 1
