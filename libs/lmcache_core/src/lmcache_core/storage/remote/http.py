@@ -23,7 +23,8 @@ MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
 SLICE_BYTES = 1 << 20
 
-_REFUSED = frozenset({409, 413, 422, 507})
+_NOT_STORED = frozenset({408, 409, 413, 422, 429, 503, 507})
+"""What a PUT may be answered by a server that is well: it has no room, takes no more, or does not like this record. Reads go on."""
 
 
 class _Present(msgspec.Struct):
@@ -181,7 +182,7 @@ class HttpBackend(StorageBackend):
     async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
         headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
         async with client.stream("PUT", f"/v1/chunks/{chunk.key.key.to_url()}", content=_slices(chunk), headers=headers) as response:
-            is_refused = response.status_code in _REFUSED
+            is_refused = response.status_code in _NOT_STORED
             if not is_refused:
                 _check(response)
             await _bounded_body(response)
