@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import Assignment, BrokerClient, Lease, Peer
-from lmcache_core.p2p import broker_client as module
 from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
+from lmcache_core.wire import json_http as module
 
 URL = "http://broker:8082"
 PEER = Peer(id="a", incarnation=3, distributed_url="lm://10.0.0.1:65433", zone="z", node="n")

@@ -1,7 +1,6 @@
 """The lookup service's client, and the reporter that tells the service what an instance holds. No torch."""
 
 from lmcache_core.lookup.client import LookupClient
-from lmcache_core.lookup.json_http import JsonHttpClient
 from lmcache_core.lookup.messages import (
     MAX_CHUNKS_PER_LOOKUP,
     MAX_EVENTS_PER_BATCH,
@@ -24,7 +23,6 @@ __all__ = [
     "InstanceReporter",
     "ReporterTiming",
     "Outbox",
-    "JsonHttpClient",
     "Holding",
     "Holder",
     "LookupAnswer",

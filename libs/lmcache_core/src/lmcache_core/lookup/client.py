@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import httpx
 
-from lmcache_core.lookup.json_http import JsonHttpClient
 from lmcache_core.lookup.messages import (
     MAX_CHUNKS_PER_LOOKUP,
     EventsAck,
@@ -22,6 +21,7 @@ from lmcache_core.lookup.messages import (
     chunk_id_text,
 )
 from lmcache_core.security.names import validate_instance_id
+from lmcache_core.wire.json_http import JsonHttpClient
 
 
 class LookupClient:

@@ -33,12 +33,17 @@ class JsonHttpClient:
         transport: Replaces the network in tests.
 
     Raises:
-        ConfigError: `base_url` is not of that form.
+        ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
     """
 
     def __init__(
         self, service: str, base_url: str, token: str | None, timeout_s: float, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
+        if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+            # Here and not in the HTTP library, whose complaint would quote the token.
+            raise ConfigError(
+                f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
+            )
         self._name = f"{service} {_check_base_url(service, base_url)}"
         self._base_url = base_url.rstrip("/")
         self._token = token
