@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import IntegrityError
-from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.base import DescribedMemoryObj, MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.memory.free_list import FreeList
 from lmcache_core.memory.views import tensor_over
@@ -18,24 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 
-class ArenaMemoryObj(MemoryObj):
+class ArenaMemoryObj(DescribedMemoryObj):
     """A piece of an arena; made by `ArenaAllocator`."""
 
-    __slots__ = ("_allocator", "_metadata", "_view")
-
     def __init__(self, allocator: ArenaAllocator, metadata: MemoryObjMetadata, view: memoryview) -> None:
+        super().__init__(metadata)
         self._allocator = allocator
-        self._metadata = metadata
         self._view = view
-
-    @property
-    def metadata(self) -> MemoryObjMetadata:
-        """See `MemoryObj.metadata`."""
-        return self._metadata
-
-    def get_memory_format(self) -> MemoryFormat:
-        """See `MemoryObj.get_memory_format`."""
-        return self._metadata.fmt
 
     def ref_count_up(self) -> None:
         """See `MemoryObj.ref_count_up`."""
@@ -44,10 +33,6 @@ class ArenaMemoryObj(MemoryObj):
     def ref_count_down(self) -> None:
         """See `MemoryObj.ref_count_down`."""
         self._allocator.change_ref_count(self, -1)
-
-    def get_ref_count(self) -> int:
-        """See `MemoryObj.get_ref_count`."""
-        return self._metadata.ref_count
 
     @property
     def byte_array(self) -> memoryview:

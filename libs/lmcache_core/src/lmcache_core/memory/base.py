@@ -104,6 +104,30 @@ class MemoryObj(ABC):
         self.ref_count_down()
 
 
+class DescribedMemoryObj(MemoryObj):
+    """A memory object that keeps its metadata beside its bytes: what all of ours have in common.
+
+    Args:
+        metadata: What it holds; its `ref_count` is the count.
+    """
+
+    def __init__(self, metadata: MemoryObjMetadata) -> None:
+        self._metadata = metadata
+
+    @property
+    def metadata(self) -> MemoryObjMetadata:
+        """See `MemoryObj.metadata`."""
+        return self._metadata
+
+    def get_memory_format(self) -> MemoryFormat:
+        """See `MemoryObj.get_memory_format`."""
+        return self._metadata.fmt
+
+    def get_ref_count(self) -> int:
+        """See `MemoryObj.get_ref_count`."""
+        return self._metadata.ref_count
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class FreeBlock:
     """A free extent `[start, start + size)` of an arena, bytes."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.base import DescribedMemoryObj, MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.memory.views import tensor_over
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class BytesBufferMemoryObj(MemoryObj):
+class BytesBufferMemoryObj(DescribedMemoryObj):
     """Wraps bytes that the garbage collector owns; its reference count is always 1.
 
     Args:
@@ -24,16 +24,7 @@ class BytesBufferMemoryObj(MemoryObj):
 
     def __init__(self, raw_bytes: bytes | bytearray | memoryview, metadata: MemoryObjMetadata | None = None) -> None:
         self._view = memoryview(raw_bytes).cast("B")
-        self._metadata = metadata or MemoryObjMetadata((len(self._view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER)
-
-    @property
-    def metadata(self) -> MemoryObjMetadata:
-        """See `MemoryObj.metadata`."""
-        return self._metadata
-
-    def get_memory_format(self) -> MemoryFormat:
-        """See `MemoryObj.get_memory_format`."""
-        return self._metadata.fmt
+        super().__init__(metadata or MemoryObjMetadata((len(self._view),), None, 0, 0, 1, MemoryFormat.BINARY_BUFFER))
 
     def ref_count_up(self) -> None:
         """Nothing to count: Python owns the bytes."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from lmcache_core.memory.arena import ArenaAllocator
-from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.base import DescribedMemoryObj, MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.free_list import ALIGN_BYTES as _ALIGN_BYTES
 from lmcache_core.memory.views import bytes_under
 
 
-class TensorMemoryObj(MemoryObj):
+class TensorMemoryObj(DescribedMemoryObj):
     """A flat byte tensor with a description of what it holds.
 
     Args:
@@ -24,17 +24,8 @@ class TensorMemoryObj(MemoryObj):
 
     def __init__(self, raw_data: torch.Tensor, metadata: MemoryObjMetadata, allocator: TensorMemoryAllocator | None = None) -> None:
         self._raw = raw_data
-        self._metadata = metadata
+        super().__init__(metadata)
         self._allocator = allocator
-
-    @property
-    def metadata(self) -> MemoryObjMetadata:
-        """See `MemoryObj.metadata`."""
-        return self._metadata
-
-    def get_memory_format(self) -> MemoryFormat:
-        """See `MemoryObj.get_memory_format`."""
-        return self._metadata.fmt
 
     def ref_count_up(self) -> None:
         """See `MemoryObj.ref_count_up`."""
@@ -45,10 +36,6 @@ class TensorMemoryObj(MemoryObj):
         """See `MemoryObj.ref_count_down`."""
         if self._allocator is not None:
             self._allocator.change_ref_count(self, -1)
-
-    def get_ref_count(self) -> int:
-        """See `MemoryObj.get_ref_count`."""
-        return self._metadata.ref_count
 
     @property
     def byte_array(self) -> memoryview:
