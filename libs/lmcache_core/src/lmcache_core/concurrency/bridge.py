@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from lmcache_core.errors import UnavailableError
@@ -20,45 +21,96 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._started = False
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def open(self) -> None:
         """Start the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
-        self._started = True
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float, discard: Callable[[T], None] | None = None) -> T:
         """Run `work` on the loop and wait for it.
 
+        Args:
+            work: What to run.
+            timeout_s: Longest wait.
+            discard: Gives back what a result owns; called with one that came too late for its caller.
+
         Raises:
-            UnavailableError: It did not end within `timeout_s`; it has been cancelled.
+            UnavailableError: It did not end within `timeout_s` and has been cancelled, or the loop has been closed.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(asyncio.get_running_loop().create_task(work))
+            tasks[0].add_done_callback(finish)
+
+        def finish(task: asyncio.Task[T]) -> None:
+            # Exactly one side ends up with the result: the caller, or `discard` when the caller has stopped waiting.
+            if task.cancelled():
+                answer.cancel()
+            elif not answer.set_running_or_notify_cancel():
+                if task.exception() is None and discard is not None:
+                    discard(task.result())
+            elif (failure := task.exception()) is not None:
+                answer.set_exception(failure)
+            else:
+                answer.set_result(task.result())
+
+        self._schedule(start, work)
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as exc:
-            future.cancel()
+            return answer.result(timeout_s)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as exc:
+            if not answer.cancel() and answer.exception() is None:
+                return answer.result()  # it came at the last moment
+            with contextlib.suppress(UnavailableError):
+                self._schedule(lambda: [task.cancel() for task in tasks])
             raise UnavailableError(f"no result within {timeout_s:.3f} s") from exc
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `work` on the loop; the caller owns the future."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start `work` on the loop; the caller owns the future.
+
+        Raises:
+            UnavailableError: The loop has been closed.
+        """
+        try:
+            if self._loop is not None:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            pass  # closed in this moment
+        work.close()
+        raise UnavailableError("the event loop is closed")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop and join its thread. What still runs on the loop is cancelled."""
-        if not self._started:
-            self._loop.close()
+        """Stop the loop and join its thread; what still runs on the loop is cancelled. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is None or self._thread is None:
             return
-        self._loop.call_soon_threadsafe(self._stop)
+        loop.call_soon_threadsafe(_stop, loop)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            self._loop.close()
+            loop.close()
 
-    def _stop(self) -> None:
-        pending = asyncio.all_tasks(self._loop)
-        for task in pending:
-            task.cancel()
-        done = asyncio.gather(*pending, return_exceptions=True)
-        done.add_done_callback(lambda _: self._loop.stop())
+    def _schedule(self, callback: Callable[[], object], *works: Coroutine[Any, Any, Any]) -> None:
+        loop = self._loop
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(callback)
+                return
+        except RuntimeError:
+            pass  # closed in this moment
+        for work in works:
+            work.close()
+        raise UnavailableError("the event loop is closed")
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    pending = asyncio.all_tasks(loop)
+    for task in pending:
+        task.cancel()
+    done = asyncio.gather(*pending, return_exceptions=True)
+    done.add_done_callback(lambda _: loop.stop())

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason
+from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result
 from lmcache_core.storage.assembly import create_lower_tiers
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
 CLOSE_DRAIN_S = 5.0
 MARGIN_S = 0.5
+MAX_PREFETCHES = 64
+
+T = TypeVar("T")
 
 
 class StorageManager:
     """See `lmcache_core.engine.ChunkStore`.
 
-    Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread.
+    Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread. Tiers that do not answer in time are
+    misses. Before `open` and after `close` it is an empty cache that takes nothing.
 
     Args:
         config: Which tiers there are.
@@ -42,12 +52,22 @@ class StorageManager:
         self._loop = LoopThread("lmcache-storage")
         self._stack: TierStack | None = None
         self._salt = config.salt
+        self._prefetches = threading.Semaphore(MAX_PREFETCHES)
 
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """Start the loop thread and open the tiers."""
+        """Start the loop thread and open the tiers.
+
+        Raises:
+            ConfigError: A tier's options are wrong, or another process owns its directory.
+            UnavailableError: The tiers did not open within `OPEN_TIMEOUT_S`.
+        """
         on_salt(self._salt)
         self._loop.open()
-        self._stack = self._loop.run(self._open_stack(), self._timeout_s + MARGIN_S)
+        try:
+            self._stack = self._loop.run(self._open_stack(), OPEN_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
 
     def close(self) -> None:
         """Finish background writes within `CLOSE_DRAIN_S` seconds, abandon the rest, stop the loop thread. Idempotent."""
@@ -59,39 +79,53 @@ class StorageManager:
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
-        names = _names(keys)
+        stack, names = self._stack, _names(keys)
+        if stack is None:
+            return 0
         hot = self._hot.contains_many(names) if search_range is None or self._hot.name in search_range else [False] * len(names)
         num_hot = next((i for i, has in enumerate(hot) if not has), len(names))
         if num_hot == len(names) or not self._lower or (search_range is not None and set(search_range) <= {self._hot.name}):
             return num_hot
-        tiers = self._loop.run(self._opened.batched_tiers(names, self._timeout_s, search_range), self._timeout_s + MARGIN_S)
-        return next((i for i, tier in enumerate(tiers) if tier is None), len(names))
+        tiers = self._wait(stack.batched_tiers(names, self._timeout_s, search_range))
+        return num_hot if tiers is None else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """See `ChunkStore.prefetch`."""
-        self._loop.submit(self._lift(_names(keys)))
+        """See `ChunkStore.prefetch`; beyond `MAX_PREFETCHES` at once it does nothing."""
+        stack = self._stack
+        if stack is None or not self._prefetches.acquire(blocking=False):
+            return
+        try:
+            self._loop.submit(self._lift(stack, _names(keys)))
+        except UnavailableError:
+            self._prefetches.release()
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
+        if self._stack is None:
+            return [None] * len(shapes)
         return [self._hot.allocate_tensor(shape, dtype, MemoryFormat.KV_BLOB) for shape in shapes]
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`."""
-        if not self._lower and self._keep_hot:
+        stack = self._stack
+        if stack is not None and not self._lower and self._keep_hot:
             return self._hot.put_many(chunks)
-        return self._loop.run(self._opened.batched_put(chunks), self._timeout_s + MARGIN_S)
+        kept = None if stack is None else self._wait(stack.batched_put(chunks))
+        return [False] * len(chunks) if kept is None else kept
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
         """See `ChunkStore.get`."""
-        names = _names(keys)
-        if self._lower and not all(self._hot.contains_many(names)):
-            wait_s = self._timeout_s + MARGIN_S
-            results = self._loop.run(self._opened.batched_get(names, self._timeout_s, prefix_only=True), wait_s)
+        stack, names = self._stack, _names(keys)
+        results: list[Result] | None
+        if stack is None:
+            results = None
+        elif self._lower and not all(self._hot.contains_many(names)):
+            results = self._wait(stack.batched_get(names, self._timeout_s, prefix_only=True), _release_all)
         else:
             results = [
                 self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)
             ]
-        return self._intact_prefix(results)
+        return self._intact_prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results)
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`; references in this process cannot be lost."""
@@ -105,26 +139,34 @@ class StorageManager:
             memory.ref_count_down()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """See `ChunkStore.stats`."""
-        return self._opened.stats()
+        """See `ChunkStore.stats`; empty when closed."""
+        stack = self._stack
+        return {} if stack is None else stack.stats()
 
-    @property
-    def _opened(self) -> TierStack:
-        if self._stack is None:
-            raise UnavailableError("the engine is not open")
-        return self._stack
+    def _wait(self, work: Coroutine[Any, Any, T], discard: Callable[[T], None] | None = None) -> T | None:
+        """What `work` gives, or None when it gave nothing in time."""
+        try:
+            return self._loop.run(work, self._timeout_s + MARGIN_S, discard)
+        except UnavailableError as exc:
+            logger.warning("the tiers gave no answer: %s", exc)
+            return None
 
     async def _open_stack(self) -> TierStack:
         stack = TierStack(self._hot, self._lower, keep_hot=self._keep_hot)
-        await stack.open()
+        try:
+            await stack.open()
+        except BaseException:
+            await stack.close()
+            raise
         return stack
 
-    async def _lift(self, names: Sequence[ChunkKey]) -> None:
-        for result in await self._opened.batched_get(names, self._timeout_s, prefix_only=True):
-            if isinstance(result, Chunk):
-                result.release()
+    async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
+        try:
+            _release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
+        finally:
+            self._prefetches.release()
 
-    def _intact_prefix(self, results: Sequence[Chunk | Miss]) -> list[Chunk]:
+    def _intact_prefix(self, results: Sequence[Result]) -> list[Chunk]:
         good: list[Chunk] = []
         for result in results:
             if isinstance(result, Miss):
@@ -135,10 +177,14 @@ class StorageManager:
                 self._hot.remove_many([result.key])
                 break
             good.append(result)
-        for result in results[len(good) :]:
-            if isinstance(result, Chunk):
-                result.release()
+        _release_all(results[len(good) :])
         return good
+
+
+def _release_all(results: Sequence[Result]) -> None:
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()
 
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:

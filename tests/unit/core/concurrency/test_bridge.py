@@ -1,0 +1,120 @@
+"""The bridge: results reach exactly one owner, waits end, and a closed loop is an error that callers know."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from lmcache_core.concurrency import LoopThread
+from lmcache_core.errors import ConfigError, UnavailableError
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    made = LoopThread("test")
+    made.open()
+    yield made
+    made.close()
+
+
+async def give(value: int, after_s: float = 0.0) -> int:
+    await asyncio.sleep(after_s)
+    return value
+
+
+async def fail(error: BaseException) -> int:
+    raise error
+
+
+async def block(seconds: float) -> int:
+    time.sleep(seconds)
+    return 7
+
+
+def test_results_and_failures_reach_the_caller(loop: LoopThread) -> None:
+    assert loop.run(give(3), 5.0) == 3
+    with pytest.raises(ConfigError, match="wrong"):
+        loop.run(fail(ConfigError("wrong")), 5.0)
+    with pytest.raises(UnavailableError):
+        loop.run(fail(TimeoutError()), 5.0)
+
+
+def test_what_lasts_too_long_is_cancelled(loop: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(UnavailableError, match="no result"):
+        loop.run(endless(), 0.05)
+    assert ended.wait(5.0)
+
+
+@pytest.mark.parametrize("lateness_s", [-0.02, -0.002, 0.0, 0.002, 0.05])
+def test_a_late_result_is_discarded_and_none_is_lost(loop: LoopThread, lateness_s: float) -> None:
+    """Whatever the race, each result is either returned or discarded."""
+    discarded: list[int] = []
+    returned: list[int] = []
+    for number in range(30):
+        with contextlib.suppress(UnavailableError):
+            returned.append(loop.run(_unstoppable(number, 0.03 + lateness_s), 0.03, discarded.append))
+    deadline = time.monotonic() + 5.0
+    while len(discarded) + len(returned) < 30:
+        assert time.monotonic() < deadline, "a result was lost"
+        time.sleep(0.005)
+    assert sorted(discarded + returned) == list(range(30))
+
+
+async def _unstoppable(value: int, after_s: float) -> int:
+    """Ends with its result although it is cancelled, as a read that is complete does."""
+    until = time.monotonic() + after_s
+    while (left_s := until - time.monotonic()) > 0:
+        try:
+            await asyncio.sleep(left_s)
+        except asyncio.CancelledError:
+            continue
+    return value
+
+
+def test_a_blocked_loop_does_not_hold_the_caller(loop: LoopThread) -> None:
+    discarded: list[int] = []
+    begin = time.monotonic()
+    with pytest.raises(UnavailableError):
+        loop.run(block(0.4), 0.05, discarded.append)
+    assert time.monotonic() - begin < 0.3
+    assert loop.run(give(1), 5.0) == 1
+    assert discarded == [7]
+
+
+def test_a_closed_loop_says_so() -> None:
+    loop = LoopThread("test")
+    loop.open()
+    loop.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        loop.run(give(1), 1.0)
+    with pytest.raises(UnavailableError, match="closed"):
+        loop.submit(give(1))
+
+
+def test_closing_ends_those_who_wait(loop: LoopThread) -> None:
+    faults: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            loop.run(give(1, 60.0), 30.0)
+        except UnavailableError as exc:
+            faults.append(exc)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    loop.close()
+    waiter.join(5.0)
+    assert len(faults) == 1

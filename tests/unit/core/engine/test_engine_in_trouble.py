@@ -1,0 +1,135 @@
+"""Embedded tiers that hang, fail to open, or are gone: misses, never waits beyond the deadline, never errors, nothing leaked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_core.errors import ConfigError
+from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.record import Allocate, Result
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+from lmcache_core.token_database import ChunkedTokenDatabase
+
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, make_config, make_metadata, random_kv, tokens_of
+
+TOKENS = tokens_of(4 * CHUNK_SIZE)
+TIMEOUT_S = 0.1
+
+
+@pytest.fixture
+def allocator() -> Iterator[HostMemoryAllocator]:
+    made = HostMemoryAllocator(8 << 20)
+    yield made
+    made.check_integrity()
+    assert made.used_bytes == 0
+
+
+def build(allocator: HostMemoryAllocator, **options: object) -> LMCacheEngine:
+    config, metadata = make_config(tier_timeout_s=TIMEOUT_S, **options), make_metadata()
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector)
+
+
+def disk_options(directory: Path) -> dict[str, object]:
+    return {"local_disk": f"file://{directory}/", "max_local_disk_size": 0.01}
+
+
+@pytest.mark.parametrize("opened_first", [True, False])
+def test_an_engine_that_is_not_open_is_an_empty_cache(allocator: HostMemoryAllocator, tmp_path: Path, opened_first: bool) -> None:
+    engine = build(allocator, **disk_options(tmp_path))
+    if opened_first:
+        engine.open()
+        engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+        engine.close()
+        engine.close()
+    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+    engine.prefetch(TOKENS)
+    assert engine.lookup(TOKENS) == 0
+    assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+    assert engine.stats() == {}
+    engine.close()
+
+
+def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
+    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier that blocks the loop cannot be cancelled: its chunks come when nobody waits any more."""
+    engine = build(allocator, **disk_options(tmp_path))
+    engine.open()
+    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+    engine.close()
+    read = LocalDiskBackend.batched_get
+
+    async def blocked(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        results = await read(self, keys, allocate)
+        time.sleep(1.0)
+        return results
+
+    monkeypatch.setattr(LocalDiskBackend, "batched_get", blocked)
+    engine = build(allocator, **disk_options(tmp_path))
+    engine.open()
+    begin = time.monotonic()
+    assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+    assert time.monotonic() - begin < 0.9
+    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
+    time.sleep(1.0)
+    engine.close()
+
+
+def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = LocalDiskBackend.batched_get
+
+    async def counted(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        asked.append(len(keys))
+        return await read(self, keys, allocate)
+
+    monkeypatch.setattr(LocalDiskBackend, "batched_get", counted)
+    engine = build(allocator, **disk_options(tmp_path))
+    engine.open()
+    gate = threading.Event()
+    engine._store._loop.submit(_hold(gate))  # type: ignore[attr-defined]
+    for _ in range(500):
+        engine.prefetch(TOKENS)
+    gate.set()
+    time.sleep(0.2)
+    assert 0 < len(asked) <= 64
+    engine.prefetch(TOKENS)
+    deadline = time.monotonic() + 5.0
+    before = len(asked)
+    while len(asked) == before:
+        assert time.monotonic() < deadline, "prefetching has stopped for good"
+        engine.prefetch(TOKENS)
+        time.sleep(0.01)
+    engine.close()
+
+
+async def _hold(gate: threading.Event) -> None:
+    gate.wait(5.0)
+
+
+def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> None:
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    config = make_config(**disk_options(tmp_path))
+    LMCacheEngineBuilder.get_or_create("owner", config, make_metadata(), connector)
+    threads = threading.active_count()
+    try:
+        with pytest.raises(ConfigError):
+            LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
+        assert LMCacheEngineBuilder.get("rival") is None
+        deadline = time.monotonic() + 5.0
+        while threading.active_count() > threads:
+            assert time.monotonic() < deadline, "a thread of the engine that could not open goes on"
+            time.sleep(0.01)
+    finally:
+        LMCacheEngineBuilder.destroy("owner")
+    LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
+    LMCacheEngineBuilder.destroy("rival")
