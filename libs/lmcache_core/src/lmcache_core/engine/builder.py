@@ -8,7 +8,7 @@ from typing import ClassVar
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.engine import LMCacheEngine
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
-from lmcache_core.memory.tensor import HostMemoryAllocator
+from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 BYTES_PER_GB = 1 << 30
@@ -59,5 +59,9 @@ class LMCacheEngineBuilder:
 
 
 def _build(config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, gpu_connector: GPUConnectorInterface) -> LMCacheEngine:
-    allocator = None if config.sidecar_socket is not None else HostMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
+    allocator: MemoryAllocatorInterface | None = None
+    if config.sidecar_socket is None:
+        from lmcache_core.memory.tensor import HostMemoryAllocator
+
+        allocator = HostMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
     return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), gpu_connector)

@@ -1,15 +1,17 @@
 """Memory that holds chunks: formats, reference-counted objects, allocators, arenas.
 
-Names that need torch are resolved on first use, so that a process without torch can import this package.
+Allocators are resolved on first use: a serving process that only fills the sidecar's arena needs none of them, and a process without torch
+can import this package.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
 from lmcache_core.memory.base import (
+    DescribedMemoryObj,
     FreeBlock,
     MemoryAllocatorInterface,
     MemoryFormat,
@@ -18,13 +20,24 @@ from lmcache_core.memory.base import (
 )
 from lmcache_core.memory.buffer import BufferAllocator, BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
-from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena, create_shared_arena
 
 if TYPE_CHECKING:
+    from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
+    from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
     from lmcache_core.memory.tensor import HostMemoryAllocator, TensorMemoryAllocator, TensorMemoryObj
 
-_NEEDS_TORCH = dict.fromkeys(("HostMemoryAllocator", "TensorMemoryAllocator", "TensorMemoryObj"), "lmcache_core.memory.tensor")
+_RESOLVED_LATER = MappingProxyType(
+    {
+        "ALIGN_BYTES": "free_list",
+        "ArenaAllocator": "arena",
+        "ArenaMemoryObj": "arena",
+        "FreeList": "free_list",
+        "HostMemoryAllocator": "tensor",
+        "TensorMemoryAllocator": "tensor",
+        "TensorMemoryObj": "tensor",
+    }
+)
 
 __all__ = [
     "ALIGN_BYTES",
@@ -33,6 +46,7 @@ __all__ = [
     "BufferAllocator",
     "BytesBufferMemoryObj",
     "DTYPE_ITEMSIZE",
+    "DescribedMemoryObj",
     "FreeBlock",
     "FreeList",
     "HostMemoryAllocator",
@@ -51,6 +65,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    if name in _RESOLVED_LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
