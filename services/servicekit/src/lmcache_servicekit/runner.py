@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import uvicorn
 from fastapi import FastAPI
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import ConfigError, LMCacheError
+from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
@@ -41,7 +42,8 @@ def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], Fast
         argv: Arguments instead of the process's.
 
     Returns:
-        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings, 3 when the lifespan cannot start.
+        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also those that only the lifespan can
+        find wrong), 3 when the lifespan cannot start for another reason.
     """
     options = _parse(name, settings_cls, argv)
     try:
@@ -59,9 +61,33 @@ def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], Fast
     except OSError as exc:
         _complain(name, f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change host or port")
         return EXIT_CANNOT_LISTEN
-    with listener:
-        _serve(name, app, settings, listener, options.port_file)
+    start = _Start(app)
+    try:
+        with listener:
+            _serve(name, start, settings, listener, options.port_file)
+    except SystemExit:
+        if not isinstance(start.failure, ConfigError):
+            raise
+        return EXIT_BAD_CONFIG
     return 0
+
+
+class _Start:
+    """The app, whose failure to start for a reason that we foresaw is told in its own words instead of by a traceback."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.failure: BaseException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_short(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                self.failure = sys.exc_info()[1]
+                if isinstance(self.failure, LMCacheError):
+                    message = {**message, "message": str(self.failure)}
+            await send(message)
+
+        await self.app(scope, receive, send_short if scope["type"] == "lifespan" else send)
 
 
 class _AnnouncingServer(uvicorn.Server):
@@ -78,16 +104,16 @@ class _AnnouncingServer(uvicorn.Server):
             self._announce()
 
 
-def _serve(name: str, app: FastAPI, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
+def _serve(name: str, start: _Start, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
     port = listener.getsockname()[1]
 
     def announce() -> None:
         logger.info("%s %s listens on %s port %d", name, version_of(name), settings.host, port)
         if port_file is not None:
-            _write_port_file(port_file, {"port": port, **service_state(app).ports})
+            _write_port_file(port_file, {"port": port, **service_state(start.app).ports})
 
     config = uvicorn.Config(
-        app,
+        start,
         log_config=None,
         access_log=False,
         server_header=False,
