@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -80,6 +81,21 @@ def test_status_tells_what_the_sidecar_holds(processes: Processes, tmp_path: Pat
             assert json.loads(response.read()) == {"num_chunks": 3}
         assert engine.lookup(tokens) == 0
     assert sidecar.get("/readyz", sidecar.health_port)["status"] == "ok"
+
+
+def test_metrics_tell_where_chunks_came_from_and_why_not(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path)
+    tokens = tokens_of(5 * CHUNK_SIZE)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
+        assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == 3 * CHUNK_SIZE
+    with urllib.request.urlopen(f"http://127.0.0.1:{sidecar.health_port}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    assert "lmcache_sidecar_requested_chunks_total 5.0" in lines
+    assert 'lmcache_sidecar_loaded_chunks_total{tier="Hot"} 3.0' in lines
+    assert 'lmcache_sidecar_missed_chunks_total{reason="never_stored"} 2.0' in lines
+    assert "lmcache_sidecar_stored_chunks_total 3.0" in lines
+    assert 'lmcache_tier_chunks{tier="Hot"} 3.0' in lines
 
 
 def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
@@ -165,3 +181,38 @@ def test_two_sidecars_refuse_one_socket(processes: Processes, tmp_path: Path) ->
     start(processes, tmp_path, "first")
     with pytest.raises(DemoError, match="another sidecar listens"):
         start(processes, tmp_path, "second", arena_path=tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "complaint"),
+    [
+        ({"arena_gb": 60000}, 3, "lower arena_gb"),
+        ({"arena_path": "/proc/nowhere"}, 2, "arena_path='/proc/nowhere'"),
+        ({"socket_path": "/proc/nowhere/s.sock"}, 2, "socket_path='/proc/nowhere/s.sock'"),
+        ({"tenant": "no such / tenant"}, 2, "tenant"),
+    ],
+)
+def test_a_start_that_cannot_be_says_why_in_one_line(
+    processes: Processes, tmp_path: Path, options: dict[str, Any], code: int, complaint: str
+) -> None:
+    from lmcache_demo.processes import DemoError
+
+    with pytest.raises(DemoError, match=f"ended with code {code}") as caught:
+        start(processes, tmp_path, **options)
+    assert complaint in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert not list(tmp_path.glob("arena/*")), "nothing is left behind"
+
+
+def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Path) -> None:
+    from lmcache_demo.processes import DemoError
+
+    (tmp_path / f"lmcache-{os.getuid()}").mkdir()
+    (tmp_path / f"lmcache-{os.getuid()}").chmod(0o755)
+    with Processes(tmp_path, quiet_environment(TMPDIR=str(tmp_path))) as owner:
+        settings = {"port": 0, "lm_port": 0, "arena_gb": 0.01, "instance_id": "x"}
+        with pytest.raises(DemoError, match="nobody else may enter"):
+            owner.start_service("x", "lmcache_sidecar", settings)
+        (tmp_path / f"lmcache-{os.getuid()}").rmdir()
+        owner.start_service("y", "lmcache_sidecar", settings)
+        assert (tmp_path / f"lmcache-{os.getuid()}").stat().st_mode & 0o777 == 0o700

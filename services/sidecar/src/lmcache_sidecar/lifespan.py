@@ -28,13 +28,17 @@ from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer
+from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 
+from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.probe_server import ProbeServer
-from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings
+from lmcache_sidecar.run_directory import make_private
+from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,9 @@ class _Opening:
 
     async def open(self) -> SidecarParts:
         settings = self._settings
+        run_directory = default_run_directory()
+        if run_directory in (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents):
+            make_private(run_directory)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
         await self._open_probes()
         arena = await self._make_arena()
@@ -77,8 +84,11 @@ class _Opening:
         await self._open_clients()
         stack, local_tiers = await self._open_tiers(arena)
         self._exits.push_async_callback(self._tasks.close)
+        counters = Counters()
+        self._state.registry.register(CounterCollector(counters, DESCRIBED))
+        self._state.registry.register(TierCollector(stack.stats))
         context = SessionContext(
-            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, self._tasks
+            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, self._tasks, counters
         )
         socket_server = SocketServer(settings.socket_path, context)
         parts = SidecarParts(settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s)

@@ -16,7 +16,8 @@ from pydantic_settings import SettingsConfigDict
 BYTES_PER_GB = 1 << 30
 
 
-def _run_dir() -> Path:
+def default_run_directory() -> Path:
+    """Where socket and arena are unless told otherwise; see `run_directory.make_private`."""
     return Path(tempfile.gettempdir()) / f"lmcache-{os.getuid()}"
 
 
@@ -54,8 +55,8 @@ class SidecarSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")
 
     port: Port = 8083
-    socket_path: Path = Field(default_factory=lambda: _run_dir() / "sidecar.sock")
-    arena_path: Path = Field(default_factory=lambda: _run_dir() / "arena")
+    socket_path: Path = Field(default_factory=lambda: default_run_directory() / "sidecar.sock")
+    arena_path: Path = Field(default_factory=lambda: default_run_directory() / "arena")
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     disk_path: Path | None = None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from lmcache_core.errors import CapacityError, UnavailableError
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena
 from lmcache_core.memory.shared import FILE_SUFFIX, unlink_shared_arena
 
@@ -69,14 +69,60 @@ def test_a_new_generation_is_a_new_file_and_leaves_the_old_mapping_alone(tmp_pat
     (tmp_path / "not-an-arena").write_text("kept")
     old = create_shared_arena(tmp_path, SIZE)
     client = attach_shared_arena(old.path, old.size, old.generation)
+    path, size, generation = old.path, old.size, old.generation
+    del old  # what owns it is gone, as after a crash
     new = create_shared_arena(tmp_path, SIZE)
-    assert new.generation != old.generation
+    assert new.generation != generation
     assert list(tmp_path.glob(f"*{FILE_SUFFIX}")) == [new.path]
     assert (tmp_path / "not-an-arena").read_text() == "kept"
     client.store_view[:3] = b"old"
     assert bytes(new.load_view[:3]) == bytes(3)
     with pytest.raises(UnavailableError):
-        attach_shared_arena(old.path, old.size, old.generation)
+        attach_shared_arena(path, size, generation)
+
+
+def test_the_arena_of_a_living_sidecar_is_left_alone(tmp_path):
+    program = f"""
+import sys
+from pathlib import Path
+from lmcache_core.memory import create_shared_arena
+arena = create_shared_arena(Path({str(tmp_path)!r}), {SIZE})
+print(arena.path, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        path = tmp_path / other.stdout.readline().strip()
+        mine = create_shared_arena(tmp_path, SIZE)
+        assert path.exists()
+        other.kill()
+        other.wait()
+    next_one = create_shared_arena(tmp_path, SIZE)
+    assert not path.exists(), "the file of a killed sidecar goes at the next start"
+    assert mine.path.exists()
+    assert next_one.path.exists()
+
+
+def test_permissions_do_not_depend_on_the_umask(tmp_path):
+    before = os.umask(0o077)
+    try:
+        made = create_shared_arena(tmp_path, SIZE)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o660
+
+
+def test_links_are_not_followed(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    (tmp_path / f"x{FILE_SUFFIX}").symlink_to(target)
+    create_shared_arena(tmp_path, SIZE)
+    assert target.read_text() == "keep me"
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="arena_path"):
+        create_shared_arena(tmp_path / "file" / "arena", SIZE)
 
 
 def test_an_unlinked_arena_stays_mapped(tmp_path):

@@ -8,13 +8,14 @@ generation in a new file: a client of an older one keeps writing to an inode tha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_core.errors import CapacityError, UnavailableError
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 
 FILE_SUFFIX = ".arena"
 _TOUCH_BYTES = 64 << 20
@@ -40,33 +41,39 @@ class SharedArena:
 
 
 def create_shared_arena(directory: Path, size: int, mode: int = 0o660) -> SharedArena:
-    """Make, allocate, touch and map a new arena file; files of earlier generations in the directory are unlinked.
+    """Make, allocate, touch and map a new arena file; those that dead sidecars have left in the directory are unlinked.
 
     Args:
-        directory: Shared volume of the pod; made when missing.
+        directory: Shared volume of the pod; made when missing, for its owner and group.
         size: Bytes, rounded up to whole pages.
-        mode: Permissions of the file.
+        mode: Permissions of the file, whatever the umask.
 
     Raises:
         ValueError: The size is not positive.
         CapacityError: The volume cannot hold that many bytes.
+        ConfigError: The directory cannot be made or written to.
     """
     if size <= 0:
         raise ValueError(f"size={size}: an arena has at least one byte")
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob(f"*{FILE_SUFFIX}"):
-        old.unlink(missing_ok=True)
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     generation = secrets.randbits(62)
     path = directory / f"{generation:016x}{FILE_SUFFIX}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o770)
+        _unlink_dead(directory)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as exc:
+        raise ConfigError(f"arena_path={str(directory)!r}: {exc.strerror}; choose a directory that this user can write to") from exc
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lasts as long as the mappings, which share the open file
+        os.fchmod(fd, mode)
         os.posix_fallocate(fd, 0, size)
         arena = _map(fd, path, size, generation)
-    except OSError as exc:
+    except (OSError, OverflowError) as exc:
         path.unlink(missing_ok=True)
+        reason = exc.strerror if isinstance(exc, OSError) else "File too large"
         gigabytes = size / (1 << 30)
-        raise CapacityError(f"arena of {gigabytes:.2f} GB in {directory}: {exc.strerror}; enlarge the volume or lower arena_gb") from exc
+        raise CapacityError(f"arena of {gigabytes:.2f} GB in {directory}: {reason}; enlarge the volume or lower arena_gb") from exc
     finally:
         os.close(fd)
     zeros = bytes(min(size, _TOUCH_BYTES))
@@ -96,9 +103,22 @@ def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
 
 
 def unlink_shared_arena(arena: SharedArena) -> None:
-    """Remove the file's name; mappings stay valid until their processes end."""
+    """Remove the file's name; mappings stay valid until their processes end. Idempotent."""
     with contextlib.suppress(FileNotFoundError):
         arena.path.unlink()
+
+
+def _unlink_dead(directory: Path) -> None:
+    """A living sidecar's file is locked; the kernel ends the lock with its process, however it ends."""
+    for path in directory.glob(f"*{FILE_SUFFIX}"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def _map(fd: int, path: Path, size: int, generation: int) -> SharedArena:

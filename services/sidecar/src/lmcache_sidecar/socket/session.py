@@ -14,6 +14,9 @@ from lmcache_core.memory import MemoryObj, SharedArena
 from lmcache_core.record import Chunk, Miss, decode_head
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.telemetry import Counters
+
+from lmcache_sidecar import metrics
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class SessionContext:
         salt: Handed to every client.
         timeout_s: Longest wait on the tiers for a lookup.
         tasks: Owner of background lifts.
+        counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
     """
 
     stack: TierStack
@@ -47,6 +51,7 @@ class SessionContext:
     salt: str
     timeout_s: float
     tasks: TaskSupervisor
+    counters: Counters
 
 
 class Session:
@@ -141,7 +146,9 @@ class Session:
                 result.release()
 
     def _reserve(self, request: m.Reserve) -> m.ReserveOk:
-        return m.ReserveOk(tuple(self._reserve_one(size) for size in request.sizes))
+        reservations = tuple(self._reserve_one(size) for size in request.sizes)
+        self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, reservations.count(None))
+        return m.ReserveOk(reservations)
 
     def _reserve_one(self, size: int) -> tuple[int, int] | None:
         limit = self._context.arena.size // RESERVED_SHARE
@@ -170,8 +177,10 @@ class Session:
             chunks.append(chunk)
             places.append(i)
         try:
-            for i, is_kept in zip(places, await self._context.stack.batched_put(chunks), strict=True):
+            for i, chunk, is_kept in zip(places, chunks, await self._context.stack.batched_put(chunks), strict=True):
                 stored[i] = is_kept
+                self._context.counters.add(metrics.STORED_CHUNKS_TOTAL, is_kept)
+                self._context.counters.add(metrics.STORED_BYTES_TOTAL, chunk.num_bytes * is_kept)
         finally:
             for chunk in chunks:
                 chunk.release()
@@ -206,10 +215,15 @@ class Session:
             raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
         names = self._names(request.keys)
         results = await self._context.stack.batched_get(names, request.deadline_ms / 1000, prefix_only=True)
+        counters = self._context.counters
+        counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         pinned: list[m.PinnedChunk] = []
         for result in results:
             if isinstance(result, Miss):
+                counters.add(metrics.MISSED_CHUNKS_TOTAL, len(names) - len(pinned), result.reason)
                 return m.PinOk(tuple(pinned), result.reason)
+            counters.add(metrics.LOADED_CHUNKS_TOTAL, 1, result.tier)
+            counters.add(metrics.LOADED_BYTES_TOTAL, result.num_bytes, result.tier)
             handle = next(self._ids)
             self._pinned[handle] = result
             memory = result.memory

@@ -1,0 +1,50 @@
+"""The default directory lies where other users can write: what they have put there first is refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_sidecar.run_directory import make_private
+
+
+def test_it_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_private(tmp_path / "run")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    make_private(tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o750, 0o701])
+def test_one_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    with pytest.raises(ConfigError, match="socket_path and arena_path"):
+        make_private(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "no parent"])
+def test_what_is_no_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        path.write_text("")
+    else:
+        path = tmp_path / "absent" / "run"
+    with pytest.raises(ConfigError):
+        make_private(path)
+
+
+def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_private(tmp_path / "run")
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to this user"):
+        make_private(tmp_path / "run")
