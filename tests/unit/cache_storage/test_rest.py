@@ -221,7 +221,7 @@ async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
     assert 'lmcache_storage_served_chunks_total{tier="Hot"} 1.0' in text
     assert 'lmcache_storage_missed_chunks_total{reason="never_stored"} 1.0' in text
     assert "lmcache_storage_stored_chunks_total 1.0" in text
-    assert 'lmcache_storage_tier_chunks{tier="Hot"} 1.0' in text
+    assert 'lmcache_tier_chunks{tier="Hot"} 1.0' in text
 
 
 async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServerLimits
+from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 
 from lmcache_storage.chunks.service import ChunkService, Gate
 from lmcache_storage.counted_store import CountedStore
 from lmcache_storage.health import add_health_checks
-from lmcache_storage.metrics import StorageCollector
+from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.parts import StorageParts
 from lmcache_storage.settings import StorageSettings
 
@@ -62,7 +63,8 @@ class _Opening:
         gate, counters = Gate(), Counters()
         limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes)
         store = CountedStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), counters)
-        self._state.registry.register(StorageCollector(counters, stack.stats))
+        self._state.registry.register(CounterCollector(counters, DESCRIBED))
+        self._state.registry.register(TierCollector(stack.stats))
         lm_server = LmServer(store, self._state.tokens.authenticate, host=settings.lm_host, port=settings.lm_port, limits=limits)
         await lm_server.open()
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
