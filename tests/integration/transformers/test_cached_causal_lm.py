@@ -10,7 +10,7 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of, weights_fingerprint
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.fixtures.kv import make_config
 
@@ -103,6 +103,50 @@ def test_other_weights_never_share(model: LlamaForCausalLM) -> None:
     ids = prompt(3 * CHUNK)
     keys = {k for _, _, k in ChunkedTokenDatabase(config, mine).process_tokens(ids)}
     assert not keys & {k for _, _, k in ChunkedTokenDatabase(config, theirs).process_tokens(ids)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rope_theta": 500000.0}, {"rms_norm_eps": 1e-5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"hidden_act": "gelu"}],
+)
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_the_same_weights_with_other_options_never_share(model: LlamaForCausalLM, options: dict[str, object], revision: str | None) -> None:
+    """The position encoding is no weight; KV under another one is other KV."""
+    config = make_config(chunk_size=CHUNK)
+    other = LlamaForCausalLM(LlamaConfig.from_dict(model.config.to_dict() | _as_rope(model, options))).eval()
+    other.load_state_dict(model.state_dict())
+    assert weights_fingerprint(model) == weights_fingerprint(other)
+    mine, theirs = (metadata_of(m, "test", config, revision) for m in (model, other))
+    ids = prompt(3 * CHUNK)
+    keys = {k for _, _, k in ChunkedTokenDatabase(config, mine).process_tokens(ids)}
+    assert not keys & {k for _, _, k in ChunkedTokenDatabase(config, theirs).process_tokens(ids)}
+
+
+def _as_rope(model: LlamaForCausalLM, options: dict[str, object]) -> dict[str, object]:
+    """Later releases of transformers keep these options in `rope_parameters`."""
+    rope = dict(getattr(model.config, "rope_parameters", None) or {})
+    if not rope or not any(name.startswith("rope") for name in options):
+        return options
+    scaling = options.get("rope_scaling", {})
+    assert isinstance(scaling, dict)
+    theta = {"rope_theta": options["rope_theta"]} if "rope_theta" in options else {}
+    return {"rope_parameters": rope | scaling | theta}
+
+
+def test_where_a_model_lies_is_no_part_of_its_identity(model: LlamaForCausalLM) -> None:
+    config = make_config(chunk_size=CHUNK)
+    copy = make_model(0)
+    copy.config._name_or_path = "/somewhere/else"
+    assert metadata_of(model, "test", config) == metadata_of(copy, "test", config)
+
+
+def test_a_model_that_forgets_tokens_is_refused() -> None:
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB
+    )
+    config.sliding_window = 8
+    with pytest.raises(ValueError, match="full attention"):
+        metadata_of(MistralForCausalLM(config).eval(), "test", make_config(chunk_size=CHUNK))
 
 
 @pytest.mark.parametrize("ids", [torch.empty(0, dtype=torch.int64), torch.zeros((1, 5), dtype=torch.int64)])

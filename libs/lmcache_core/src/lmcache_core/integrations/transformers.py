@@ -7,6 +7,7 @@ answer = cached.generate(input_ids, max_new_tokens=32)
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import xxhash
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
@@ -23,6 +25,11 @@ from lmcache_core.memory.views import bytes_under
 
 KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 FMT = "huggingface"
+_NOT_OF_THE_KV = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "id2label"}
+    | {"label2id", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params", "problem_type"}
+)
+"""Options of a model that change none of its KV, by name; whatever else there is takes part in the identity."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,17 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """Text that differs when any weight differs: the revision of a model that names none. Reads all weights once."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
+        digest.update(f"{name};{tensor.dtype};{tuple(tensor.shape)};".encode())
         digest.update(bytes_under(tensor.detach().cpu().contiguous()))
     return f"weights-{digest.hexdigest()}"
+
+
+def options_fingerprint(model: PreTrainedModel) -> str:
+    """Text that differs when the same weights would give other KV: position encoding, activation, attention, norm."""
+    options = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_KV}
+    options["attention"] = getattr(model.config, "_attn_implementation", None)
+    text = json.dumps(options, sort_keys=True, default=str)
+    return f"options-{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
 def metadata_of(model: PreTrainedModel, model_name: str, config: LMCacheEngineConfig, revision: str | None = None) -> LMCacheEngineMetadata:
@@ -58,10 +73,18 @@ def metadata_of(model: PreTrainedModel, model_name: str, config: LMCacheEngineCo
         model: A causal LM with rotary attention, on one device.
         model_name: Name under which its KV is shared.
         config: Gives the chunk size.
-        revision: Revision of the weights; by default their fingerprint, so that other weights never share KV.
+        revision: Revision of the weights; by default their fingerprint, so that other weights never share KV. The model's options,
+            which decide about its KV too, always take part.
+
+    Raises:
+        ValueError: Not every layer keeps the KV of every token (sliding window, state space): such a model is not supported.
     """
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if not kinds <= {DynamicLayer}:
+        raise ValueError(f"model {model_name!r} has layers that do not keep the KV of every token; only full attention is supported")
     shape = (_num_layers(model), 2, config.chunk_size, _num_kv_heads(model), _head_size(model))
-    return LMCacheEngineMetadata(model_name, 1, 0, FMT, model.dtype, shape, revision=revision or weights_fingerprint(model))
+    identity = f"{revision or weights_fingerprint(model)};{options_fingerprint(model)}"
+    return LMCacheEngineMetadata(model_name, 1, 0, FMT, model.dtype, shape, revision=identity)
 
 
 def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
@@ -120,7 +143,7 @@ class CachedCausalLM:
         if self._engine is None:
             return cache, 0
         kvcaches = self._empty_kv(len(input_ids))
-        num_loaded = int(self._engine.retrieve(input_ids, kvcaches=kvcaches).sum())
+        num_loaded = int(self._engine.retrieve(input_ids.cpu(), kvcaches=kvcaches).sum())
         num_reused = min(num_loaded, len(input_ids) - 1)
         if num_reused:
             for i, (k, v) in enumerate(kvcaches):
@@ -140,7 +163,7 @@ class CachedCausalLM:
         chunk_size = self._engine.config.chunk_size
         mask = torch.ones(len(input_ids), dtype=torch.bool)
         mask[: num_known - num_known % chunk_size] = False
-        self._engine.store(input_ids, mask, kvcaches=tuple(_kv_of(cache)))
+        self._engine.store(input_ids.cpu(), mask, kvcaches=tuple(_kv_of(cache)))
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         output = self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
