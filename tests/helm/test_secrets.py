@@ -165,7 +165,6 @@ def redis_container(rendering: Rendering) -> Manifest:
     return next(container for name, container in rendering.containers() if name.endswith("/redis"))
 
 
-@pytest.mark.skipif(not (BINARIES / "redis-server").exists(), reason="no redis-server beside this Python")
 def test_redis_starts_with_its_password_and_stops_on_sigterm(chart: Chart, tmp_path: Path) -> None:
     """The container's own commands, with its paths moved under a folder and a port of ours."""
     rendering = chart.render()
