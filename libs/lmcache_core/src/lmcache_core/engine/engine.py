@@ -182,7 +182,7 @@ class LMCacheEngine:
     def _count_stored(self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int) -> None:
         self.counters.add(STORED_CHUNKS_TOTAL, sum(stored))
         self.counters.add(STORED_BYTES_TOTAL, sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept))
-        self.counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored), MissReason.NO_MEMORY)
+        self.counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored))
 
     def _count_retrieved(self, chunk: Chunk, num_tokens: int) -> None:
         self.counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, chunk.tier)
