@@ -1,4 +1,4 @@
-"""Lookup and broker run where torch is not installed: in an environment that has only the distributions they name."""
+"""Every service runs where torch is not installed: in an environment that has only the distributions they name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,32 @@ from tests.fixtures.service_process import running_service
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
-SERVICES = {"lmcache_lookup": "lmcache-lookup", "lmcache_broker": "lmcache-broker"}
-SETTINGS = {"lmcache_lookup": {"LMCACHE_LOOKUP_PORT": "0"}, "lmcache_broker": {"LMCACHE_BROKER_PORT": "0"}}
+SERVICES = {
+    "lmcache_lookup": "lmcache-lookup",
+    "lmcache_broker": "lmcache-broker",
+    "lmcache_storage": "lmcache-storage",
+    "lmcache_sidecar": "lmcache-sidecar",
+}
+FIGURES = {"lmcache_sidecar": "/v1/tiers"}
 OURS = {
     "lmcache-core": "libs/lmcache_core/src",
     "lmcache-servicekit": "services/servicekit/src",
     "lmcache-lookup": "services/lookup/src",
     "lmcache-broker": "services/p2p_broker/src",
+    "lmcache-storage": "services/cache_storage/src",
+    "lmcache-sidecar": "services/sidecar/src",
 }
+
+
+def settings_of(package: str, directory: Path) -> dict[str, str]:
+    options = {"PORT": "0"}
+    if package in ("lmcache_storage", "lmcache_sidecar"):
+        options["LM_PORT"] = "0"
+    if package == "lmcache_storage":
+        options["MEMORY_GB"] = "0.01"
+    if package == "lmcache_sidecar":
+        options |= {"ARENA_GB": "0.01", "ARENA_PATH": str(directory / "arena"), "SOCKET_PATH": str(directory / "s.sock")}
+    return {f"{package.upper()}_{name}": value for name, value in options.items()}
 
 
 @pytest.mark.parametrize("package", sorted(SERVICES))
@@ -34,12 +52,12 @@ def test_starts_without_torch(package: str, tmp_path: Path) -> None:
     assert "No module named 'torch'" in seen.stderr
     assert subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False).returncode != 0
     with (
-        running_service(package, tmp_path, SETTINGS[package], python) as service,
+        running_service(package, tmp_path, settings_of(package, tmp_path), python) as service,
         httpx.Client(base_url=service.url, trust_env=False, timeout=10) as client,
     ):
         assert client.get("/healthz").json() == {"status": "ok"}
         assert client.get("/readyz").status_code == 200
-        assert client.get("/v1/stats").status_code == 200
+        assert client.get(FIGURES.get(package, "/v1/stats")).status_code == 200
 
 
 def make_environment(directory: Path, distribution: str) -> Path:
