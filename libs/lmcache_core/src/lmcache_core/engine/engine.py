@@ -126,8 +126,8 @@ class LMCacheEngine:
         chunks = self._store.get([key for _, _, key in named])
         num_loaded = 0
         try:
-            for (start, end, _), chunk in zip(named, chunks, strict=False):
-                if not self._fits(chunk, end - start):
+            for (start, end, key), chunk in zip(named, chunks, strict=False):
+                if chunk.key.key != key or not self._fits(chunk, end - start):
                     self.counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, MissReason.LAYOUT)
                     break
                 self._gpu_connector.to_gpu(_as_kv(chunk), start, end, **kwargs)
