@@ -54,10 +54,10 @@ class LMCacheEngineConfig:
         enable_blending: Reuse chunks that are not a prefix.
         blend_recompute_ratio: Share of tokens that blending recomputes.
         blend_min_tokens: Shortest prompt that is blended.
-        enable_p2p: Fetch from, and serve, peers.
-        lookup_url: The lookup service.
-        distributed_url: Where peers reach this instance.
-        error_handling: Turn an internal failure into a miss instead of raising it.
+        enable_p2p: Fetch from, and serve, peers: the sidecar's task; without one it has no effect.
+        lookup_url: The lookup service, for `enable_p2p`.
+        distributed_url: Where peers reach this instance, for `enable_p2p`.
+        error_handling: No effect: a tier that fails is a miss in any case, and wrong use raises in any case.
         sidecar_socket: Unix socket of the pod's sidecar; the engine then owns no tier itself.
         verify_hot: Check the digest on a load from host memory: always, sampled (1 in 16) or never.
         tier_timeout_s: Longest wait on any tier, seconds.
@@ -93,6 +93,8 @@ class LMCacheEngineConfig:
             raise ConfigError(f"local_disk={self.local_disk!r} needs max_local_disk_size > 0 (GB); it is {self.max_local_disk_size}")
         if self.enable_blending:
             raise ConfigError("enable_blending=True: blending is not available in this release; set it to False")
+        if self.sidecar_socket is not None and self.salt:
+            raise ConfigError("salt and sidecar_socket: the sidecar hands out the salt of its tenant; set it there (salt_file), not here")
 
     @staticmethod
     def from_defaults(

@@ -153,7 +153,8 @@ class _Opening:
         if settings.remote_url is not None:
             remote = create_remote_backend(settings.remote_url, token=self._token, timeout_s=settings.tier_timeout_s)
             distant.append(BreakerBackend(remote))
-        stack = TierStack(hot, [*local, *peers, *distant], written=[*local, *distant], listener=self._announcer)
+        guarded = [BreakerBackend(tier) for tier in local]
+        stack = TierStack(hot, [*guarded, *peers, *distant], written=[*guarded, *distant], listener=self._announcer)
         await stack.open()
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         return stack, (hot, *local)

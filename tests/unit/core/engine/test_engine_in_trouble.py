@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from lmcache_core.token_database import ChunkedTokenDatabase
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, make_config, make_metadata, random_kv, tokens_of
 
 TOKENS = tokens_of(4 * CHUNK_SIZE)
-TIMEOUT_S = 0.1
+TIMEOUT_S = 0.15
 
 
 @pytest.fixture
@@ -81,6 +82,25 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     assert time.monotonic() - begin < 0.9
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
     time.sleep(1.0)
+    engine.close()
+
+
+def test_a_disk_that_hangs_is_soon_left_alone(allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(LocalDiskBackend, "batched_get", hang)
+    engine = build(allocator, **disk_options(tmp_path))
+    engine.open()
+    lasted = []
+    for _ in range(20):
+        begin = time.monotonic()
+        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        lasted.append(time.monotonic() - begin)
+    assert lasted[0] > TIMEOUT_S / 2, "the disk was asked"
+    assert sorted(lasted)[10] < TIMEOUT_S / 4, "and then no more"
+    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
     engine.close()
 
 

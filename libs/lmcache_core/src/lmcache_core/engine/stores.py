@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.record import RAW_SERDE
 from lmcache_core.telemetry import Counters
+
+logger = logging.getLogger(__name__)
 
 
 def create_chunk_store(
@@ -23,6 +27,8 @@ def create_chunk_store(
     Raises:
         ConfigError: Embedded mode without an allocator.
     """
+    for option in ineffective_options(config):
+        logger.warning("option %s has no effect here", option)
     if config.sidecar_socket is not None:
         from lmcache_core.sidecar import SidecarChunkStore
         from lmcache_core.sidecar.messages import VERSION, Hello
@@ -34,3 +40,15 @@ def create_chunk_store(
     from lmcache_core.storage.manager import StorageManager
 
     return StorageManager(config, memory_allocator, counters)
+
+
+def ineffective_options(config: LMCacheEngineConfig) -> list[str]:
+    """Options that ask for something that this engine does not do: better said than silently ignored."""
+    ignored = [
+        f"{name}={value!r}" for name, value in (("enable_p2p", config.enable_p2p), ("save_decode_cache", config.save_decode_cache)) if value
+    ]
+    if config.remote_url is not None and config.remote_serde not in (None, RAW_SERDE):
+        ignored.append(f"remote_serde={config.remote_serde!r}")
+    if config.sidecar_socket is not None and config.local_disk is not None:
+        ignored.append("local_disk, beside sidecar_socket")
+    return ignored

@@ -1,0 +1,58 @@
+"""What stands behind an engine, and what it says about options that do nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.engine.stores import create_chunk_store
+from lmcache_core.errors import ConfigError
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.storage import StorageManager
+from lmcache_core.storage.assembly import create_lower_tiers
+from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.telemetry import Counters
+
+from tests.fixtures.kv import make_config, make_metadata
+
+
+def test_the_config_chooses_once() -> None:
+    allocator = HostMemoryAllocator(1 << 16)
+    assert isinstance(create_chunk_store(make_config(), make_metadata(), allocator, Counters()), StorageManager)
+    assert isinstance(create_chunk_store(make_config(sidecar_socket="/s"), make_metadata(), None, Counters()), SidecarChunkStore)
+    with pytest.raises(ConfigError, match="memory_allocator"):
+        create_chunk_store(make_config(), make_metadata(), None, Counters())
+
+
+def test_every_slower_tier_has_a_breaker(tmp_path: Path) -> None:
+    config = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01, remote_url="lm://localhost:1")
+    tiers = create_lower_tiers(config)
+    assert [tier.name for tier in tiers] == ["LocalDiskBackend", "RemoteBackend"]
+    assert all(isinstance(tier, BreakerBackend) for tier in tiers)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, []),
+        ({"remote_url": "lm://localhost:1", "remote_serde": None}, []),
+        ({"enable_p2p": True, "lookup_url": "http://l"}, ["enable_p2p=True"]),
+        ({"remote_url": "lm://localhost:1", "remote_serde": "cachegen"}, ["remote_serde='cachegen'"]),
+        ({"sidecar_socket": "/s", "local_disk": "file:///d/", "max_local_disk_size": 1}, ["local_disk"]),
+    ],
+)
+def test_an_option_without_effect_is_said(options: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        create_chunk_store(make_config(**options), make_metadata(), HostMemoryAllocator(1 << 16), Counters())
+    assert len(caplog.messages) == len(said)
+    assert all(word in message for word, message in zip(said, caplog.messages, strict=True))
+
+
+def test_a_salt_beside_a_sidecar_is_a_contradiction() -> None:
+    """The sidecar's would silently replace it, and chunks would be shared that were meant to be apart."""
+    with pytest.raises(ConfigError, match="salt_file") as caught:
+        make_config(sidecar_socket="/s", salt="tenant-secret")
+    assert "tenant-secret" not in str(caught.value)
