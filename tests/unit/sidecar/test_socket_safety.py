@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from lmcache_core.errors import ConfigError
-from lmcache_core.keys import ChunkKey
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.record import Extension, encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.disk import LocalDiskBackend
@@ -123,6 +125,28 @@ def test_the_end_is_quiet_with_clients_connected(tmp_path: Path, caplog: pytest.
         running.loop.run(running.server.close(), TIMEOUT_S)
         client.close()
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
+    """Extensions of later versions can make heads large; a prompt that has many of them must not end the connection."""
+    names = [CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}") for number in range(200)]
+    with running_socket(tmp_path) as running:
+        client = SidecarConnection(running.path, HELLO, 5.0)
+        client.open()
+        for name in names:
+            plain = raw_header(name, (4,), "uint8", payload_digest(b"data"))
+            head = encode_head(msgspec.structs.replace(plain, extensions=(Extension(7, False, bytes(60_000)),)), 4)
+            (reserved,) = client.call(m.Reserve((4,)), m.ReserveOk).reservations
+            assert reserved is not None
+            handle, offset = reserved
+            client.arena.store_view[offset : offset + 4] = b"data"
+            assert client.call(m.Commit(((handle, head),)), m.CommitOk).stored == (True,)
+        answer = client.call(m.Pin(tuple(name.canonical() for name in names), 1000), m.PinOk)
+        assert 50 < len(answer.chunks) < 200
+        assert answer.miss_reason == "no_memory"
+        client.call(m.Release(tuple(chunk.pin for chunk in answer.chunks)), m.ReleaseOk)
+        assert running.hot.evict_bytes(1 << 20) == 200 * 512, "what was not named is not pinned either"
+        client.close()
 
 
 def test_a_client_that_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

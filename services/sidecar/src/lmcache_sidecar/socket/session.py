@@ -11,7 +11,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import IdentityError, ProtocolError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import MemoryObj, SharedArena
-from lmcache_core.record import Chunk, Miss, decode_head
+from lmcache_core.record import Chunk, Miss, MissReason, Result, decode_head
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PINS = 16384
 MAX_RESERVATIONS = 16384
+MAX_PINNED_CHUNK_BYTES = 128
+"""A chunk in an answer to Pin, beside its head; tier names are short."""
 RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
 HOT_TIER = "Hot"
@@ -214,7 +216,7 @@ class Session:
         if len(self._pinned) + len(request.keys) > MAX_PINS:
             raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
         names = self._names(request.keys)
-        results = await self._context.stack.batched_get(names, request.deadline_ms / 1000, prefix_only=True)
+        results = _fit_for_one_answer(await self._context.stack.batched_get(names, request.deadline_ms / 1000, prefix_only=True))
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         pinned: list[m.PinnedChunk] = []
@@ -242,3 +244,16 @@ class Session:
             return [ChunkKey(self._context.tenant, CacheEngineKey.from_canonical(key)) for key in keys]
         except IdentityError as exc:
             raise ProtocolError(str(exc)) from exc
+
+
+def _fit_for_one_answer(results: list[Result]) -> list[Result]:
+    """Heads of other writers may be large: chunks that one message cannot name are given back and count as misses."""
+    room = m.MAX_MESSAGE_BYTES
+    for i, result in enumerate(results):
+        room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0
+        if room < 0:
+            for surplus in results[i:]:
+                if isinstance(surplus, Chunk):
+                    surplus.release()
+            return [*results[:i], Miss(MissReason.NO_MEMORY)]
+    return results
