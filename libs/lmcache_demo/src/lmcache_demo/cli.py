@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lmcache_demo.cluster import Cluster
@@ -46,12 +47,12 @@ def demo(
             console.print("[yellow]interrupted; every process has been ended[/]")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except DemoError as exc:
-            console.print(f"[red]the demo failed:[/] {exc}", markup=True, highlight=False)
+            console.print(f"[red]the demo failed:[/] {escape(str(exc))}", highlight=False)
             raise typer.Exit(EXIT_FAULT) from None
     console.print(_table(steps))
     faults = [f"{step.title}: {fault}" for step in steps for fault in step.faults]
     for fault in faults:
-        console.print(f"[red]NOT AS SAID[/] {fault}", highlight=False)
+        console.print(f"[red]NOT AS SAID[/] {escape(fault)}", highlight=False)
     if faults:
         raise typer.Exit(EXIT_FAULT)
     console.print("[dim]prompt, reused: tokens · MiB: + into the engine, - out of it · TTFT: ms to the first token[/]")

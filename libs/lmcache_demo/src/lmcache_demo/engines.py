@@ -37,9 +37,13 @@ class Engine:
         Raises:
             DemoError: It ended, or did not answer in time.
         """
-        assert self._process.process.stdin is not None
-        self._process.process.stdin.write(msgspec.json.encode(prompt) + b"\n")
-        self._process.process.stdin.flush()
+        stdin = self._process.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(msgspec.json.encode(prompt) + b"\n")
+            stdin.flush()
+        except BrokenPipeError as exc:
+            raise DemoError(f"{self._process.name} has ended:\n{self._process.tail()}") from exc
         return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=Answer)
 
     def end(self) -> None:

@@ -211,13 +211,14 @@ def test_threads_share_an_engine(engine: LMCacheEngine) -> None:
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:
+        all_tokens, all_kv = tokens_of(4 * CHUNK_SIZE, seed % 3), random_kv(4 * CHUNK_SIZE, seed % 3)
         try:
             for turn in range(10):
                 n = (turn % 4 + 1) * CHUNK_SIZE
-                tokens, kv, target = tokens_of(n, seed % 3), random_kv(n, 0), empty_kv(n)
+                tokens, kv, target = all_tokens[:n], tuple((k[:n], v[:n]) for k, v in all_kv), empty_kv(n)
                 engine.store(tokens, kvcaches=kv)
-                num = int(engine.retrieve(tokens, kvcaches=target).sum())
-                assert num == n
+                assert engine.retrieve(tokens, kvcaches=target).all()
+                assert_equal_prefix(target, kv, n)
         except BaseException as exc:
             faults.append(exc)
 
