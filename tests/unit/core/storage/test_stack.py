@@ -265,3 +265,12 @@ async def test_a_tier_that_cannot_be_opened_is_left_out(arena: ArenaAllocator, t
     assert good.num_puts == 1
     await stack.close()
     assert arena.used_bytes == 0
+
+
+async def test_a_closed_stack_holds_nothing_for_a_later_write(arena: ArenaAllocator, disk: Disk) -> None:
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
+    await stack.open()
+    await stack.close()
+    await put(stack, "late")
+    assert stack.num_pending_bytes == arena.used_bytes == 0
+    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 1

@@ -41,6 +41,7 @@ class WriteBehind:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks = TaskSupervisor(f"write-behind/{backend.name}")
+        self._is_closed = False
         self.pending_bytes = 0
         self.num_dropped = 0
         self.num_failed = 0
@@ -50,9 +51,9 @@ class WriteBehind:
         self._tasks.repeat("writer", self._write_forever, RESTART_S)
 
     def offer(self, chunk: Chunk) -> bool:
-        """Take a reference on the chunk and write it soon; False (counted) when the bound is reached."""
+        """Take a reference on the chunk and write it soon; False (counted) when the bound is reached or the writer is closed."""
         size = chunk.num_bytes
-        if len(self._pending) >= MAX_PENDING_CHUNKS or self.pending_bytes + size > self._max_pending_bytes:
+        if self._is_closed or len(self._pending) >= MAX_PENDING_CHUNKS or self.pending_bytes + size > self._max_pending_bytes:
             self.num_dropped += 1
             return False
         chunk.memory.ref_count_up()
@@ -95,6 +96,7 @@ class WriteBehind:
         """Write what is pending for up to `drain_s` seconds, abandon the rest, join the writer."""
         if drain_s > 0:
             await self.drain(drain_s)
+        self._is_closed = True
         await self._tasks.close()
         self.num_dropped += len(self._pending)
         while self._pending:
