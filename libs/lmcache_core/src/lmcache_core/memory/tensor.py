@@ -113,4 +113,4 @@ class HostMemoryAllocator(TensorMemoryAllocator):
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__(torch.zeros(size, dtype=torch.uint8))
+        super().__init__(torch.empty(size, dtype=torch.uint8).zero_())  # torch.zeros would leave the touching to the first use
