@@ -33,7 +33,7 @@ CHAOS_S = 5.0
 TIMEOUT_S = 0.3
 BOUND_S = 3.0
 """Its turn, 0.5, an answer, 0.3 + 0.5, and then some for a busy machine. A call that waited twice would be longer still."""
-NUM_FAMILIES, NUM_CHUNKS, NUM_THREADS = 12, 8, 2
+NUM_FAMILIES, NUM_CHUNKS, NUM_THREADS = 12, 6, 3
 
 
 class ChaoticSidecar:
@@ -47,7 +47,7 @@ class ChaoticSidecar:
             "instance_id": "victim",
             "socket_path": directory / "s.sock",
             "arena_path": directory / "arena",
-            "arena_gb": 0.0004,
+            "arena_gb": 0.00015,
             "disk_path": directory / "disk",
             "disk_gb": 0.01,
             "verify_hot": verify_hot,
@@ -89,6 +89,14 @@ class ChaoticSidecar:
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGCONT)
 
+    def evict(self) -> None:
+        """Everything that nobody holds, at once, so that its memory is written again soon."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/evict", json.dumps({"num_bytes": 1 << 30}).encode(), {"content-type": "application/json"}
+        )
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=1.0):
+            pass
+
     def _restart(self, dice: random.Random) -> None:
         assert self._process is not None
         self._process.process.wait(15.0)
@@ -106,6 +114,7 @@ class Workload:
     """Threads that store and retrieve prefixes of a few prompts through one engine, and check every answer."""
 
     engine: LMCacheEngine
+    sidecar: ChaoticSidecar
     prompts: list[tuple[torch.Tensor, KVCaches]]
     end: threading.Event = field(default_factory=threading.Event)
     faults: list[str] = field(default_factory=list)
@@ -121,7 +130,8 @@ class Workload:
                 self.step(dice.choice(("store", "retrieve", "retrieve", "lookup", "prefetch")), tokens[:num], kv)
             except Exception as exc:
                 self.faults.append(f"{type(exc).__name__}: {exc}")
-            time.sleep(0.002)
+            if dice.random() < 0.2:
+                self.sidecar.evict()
 
     def step(self, call: str, tokens: torch.Tensor, kv: KVCaches) -> None:
         mine = tuple((k[: len(tokens)], v[: len(tokens)]) for k, v in kv)
@@ -149,10 +159,26 @@ class Workload:
             self.num_hits += 1
 
 
+def slow_down(engine: LMCacheEngine) -> None:
+    """Let copies last, as those of real KV do: memory that is lent but not held would be overwritten meanwhile."""
+    connector = engine._gpu_connector
+    load, fill = connector.to_gpu, connector.from_gpu
+
+    def to_gpu(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.003)
+        load(*args, **kwargs)
+
+    def from_gpu(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.001)
+        fill(*args, **kwargs)
+
+    connector.to_gpu, connector.from_gpu = to_gpu, from_gpu  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
-def working(engine: LMCacheEngine, seed: int) -> Iterator[Workload]:
+def working(engine: LMCacheEngine, sidecar: ChaoticSidecar, seed: int) -> Iterator[Workload]:
     num_tokens = NUM_CHUNKS * CHUNK_SIZE - 3
-    workload = Workload(engine, [(tokens_of(num_tokens, seed + i), random_kv(num_tokens, seed + i)) for i in range(NUM_FAMILIES)])
+    workload = Workload(engine, sidecar, [(tokens_of(num_tokens, seed + i), random_kv(num_tokens, seed + i)) for i in range(NUM_FAMILIES)])
     threads = [threading.Thread(target=workload.run, args=(seed + i,)) for i in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
@@ -187,7 +213,8 @@ def test_chaos_changes_nothing_but_the_hit_ratio(tmp_path: Path, verify_hot: str
         sidecar = ChaoticSidecar(processes, tmp_path, verify_hot)
         try:
             with engine_at(sidecar.socket, tier_timeout_s=TIMEOUT_S) as engine:
-                with working(engine, SEED) as workload:
+                slow_down(engine)
+                with working(engine, sidecar, SEED) as workload:
                     time.sleep(0.5)
                     until = time.monotonic() + CHAOS_S
                     while time.monotonic() < until and not workload.faults:
