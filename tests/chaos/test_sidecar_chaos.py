@@ -201,7 +201,7 @@ def is_tidy(sidecar: ChaoticSidecar) -> bool:
     hot = sidecar.get("/v1/tiers")["tiers"]["Hot"]
     clients = sidecar.get("/v1/clients")["clients"]
     lent = sum(client["num_pins"] + client["num_reservations"] for client in clients)
-    return lent == 0 and hot["arena_used_bytes"] == hot["used_bytes"]
+    return bool(lent == 0 and hot["arena_used_bytes"] == hot["used_bytes"])
 
 
 @pytest.mark.parametrize("verify_hot", ["always", "never"])
