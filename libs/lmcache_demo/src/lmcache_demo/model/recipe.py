@@ -51,7 +51,7 @@ class Recipe:
         seed: Seed of the initial weights and of the data.
     """
 
-    num_steps: int = 2_000
+    num_steps: int = 1_500
     tokens_per_step: int = 8_192
     short_length: int = 1_024
     long_length: int = MAX_POSITIONS
