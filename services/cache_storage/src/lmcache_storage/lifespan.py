@@ -18,6 +18,7 @@ from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServerLimits
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
@@ -57,7 +58,7 @@ class _Opening:
     async def open(self) -> StorageParts:
         settings = self._settings
         hot, disk = await self._make_tiers()
-        stack = TierStack(hot, [] if disk is None else [disk], listener=self._announcer)
+        stack = TierStack(hot, [] if disk is None else [BreakerBackend(disk)], listener=self._announcer)
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         await stack.open()
         gate, counters = Gate(), Counters()
