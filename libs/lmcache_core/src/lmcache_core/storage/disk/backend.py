@@ -116,6 +116,7 @@ class LocalDiskBackend(StorageBackend):
         if self._running:
             logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
         else:
+            await asyncio.to_thread(pool.shutdown)  # threads that only have to give back the memory of reads that nobody waited for
             self._lock.release()
 
     async def wait_loaded(self) -> None:
