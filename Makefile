@@ -15,7 +15,7 @@ CODE := libs kernels services tests docker
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.runtime ## Show the whole system at work on this machine: five services, four engines, one table
+demo: $(VENV)/.runtime ## Show the whole system at work on this machine: services, sidecars, engines, one table
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
