@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import secrets
 import time
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_core.errors import LMCacheError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.record import Chunk
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
+from lmcache_core.wire import ClientOptions, LmClient
 from lmcache_demo.processes import Process, Processes
 from lmcache_demo.settings import quiet_environment
 
@@ -153,3 +160,22 @@ def test_a_peer_that_shares_no_ticket_key_is_not_served(neighbourhood: Neighbour
         with engine_at(reader.socket) as engine:
             eventually(lambda engine=engine, seed=seed: engine.lookup(tokens_of(NUM_TOKENS, seed), ["P2PBackend"]) == NUM_TOKENS)
             assert int(engine.retrieve(tokens_of(NUM_TOKENS, seed), kvcaches=empty_kv(NUM_TOKENS)).sum()) == expected
+
+
+async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbourhood) -> None:
+    a = neighbourhood.sidecar("a")
+    store_at(a)
+    host, port = parse_distributed_url(a.get("/v1/status")["distributed_url"])
+    stranger = LmClient(host, port, None, ClientOptions(name="stranger"))
+    key = CacheEngineKey.from_url(a.get("/v1/chunks")["chunks"][0])
+    try:
+        with pytest.raises(LMCacheError):
+            await stranger.contains([ChunkKey("default", key)])
+        with pytest.raises(LMCacheError):
+            await stranger.remove([ChunkKey("default", key)])
+        with contextlib.suppress(LMCacheError):
+            (result,) = await stranger.get([ChunkKey("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n)))
+            assert not isinstance(result, Chunk)
+    finally:
+        await stranger.close()
+    assert a.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == NUM_TOKENS // CHUNK_SIZE

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.errors import AuthenticationError, CapacityError, ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator, SharedArena, create_shared_arena
 from lmcache_core.memory.shared import unlink_shared_arena
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.security import TicketVerifier, read_ticket_keys
+from lmcache_core.security import Principal, TicketVerifier, read_ticket_keys
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import LocalDiskBackend
@@ -29,7 +29,7 @@ from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import LmServer
+from lmcache_core.wire import Authenticate, LmServer
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
@@ -162,11 +162,14 @@ class _Opening:
     async def _open_peer_server(self, parts: SidecarParts) -> None:
         settings = self._settings
         verifier = None
+        authenticate: Authenticate = self._state.tokens.authenticate
         if settings.ticket_keys_file is not None:
             verifier = TicketVerifier(read_ticket_keys(settings.ticket_keys_file), settings.instance_id).verify
+            if settings.auth_tokens_file is None:
+                authenticate = _refuse_without_ticket
         server = LmServer(
             LocalStore(parts.stack, accepts_puts=lambda: False),
-            self._state.tokens.authenticate,
+            authenticate,
             host=settings.lm_host,
             port=settings.lm_port,
             verify_ticket=verifier,
@@ -213,6 +216,11 @@ class _Opening:
 
         self._state.health.add("arena", arena_is_whole)
         self._state.health.add("lookup-and-broker", neighbours, required=False)
+
+
+def _refuse_without_ticket(token: str | None) -> Principal:
+    """With ticket keys and no tokens a ticket is the only way in: "no tokens" must not mean "anybody"."""
+    raise AuthenticationError("this sidecar serves peers with a broker's ticket only")
 
 
 async def _no_arena_yet() -> str:

@@ -8,6 +8,7 @@ from lmcache_core.lookup import InstanceReporter
 from lmcache_core.memory import SharedArena
 from lmcache_core.p2p import PeerRegistration
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
 
 from lmcache_sidecar.socket import SocketServer
@@ -54,7 +55,7 @@ class SidecarParts:
 
     async def clear(self) -> int:
         """Forget every chunk of the local tiers; the number in the one that held most."""
-        return max([await tier.clear() for tier in self.local_tiers], default=0)
+        return await self.stack.clear(search_range=LOCAL_TIERS)
 
     async def drain(self) -> bool:
         """Take no new stores, ask for no new pulls, wait for pending writes; False when they took too long."""

@@ -274,3 +274,13 @@ async def test_a_closed_stack_holds_nothing_for_a_later_write(arena: ArenaAlloca
     await put(stack, "late")
     assert stack.num_pending_bytes == arena.used_bytes == 0
     assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 1
+
+
+async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, disk: Disk) -> None:
+    await put(stack, "a")
+    await stack.drain(5.0)
+    disk.name = "RemoteBackend"
+    assert await LocalStore(stack, lambda: True).remove([make_key("a")]) == 1
+    assert await disk.batched_contains([make_key("a")]) == [True], "a peer's request must not reach the remote tier"
+    assert await stack.clear(search_range=["Hot"]) == 0
+    assert await disk.batched_contains([make_key("a")]) == [True]

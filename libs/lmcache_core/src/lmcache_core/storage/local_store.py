@@ -47,4 +47,4 @@ class LocalStore:
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `ServedStore.remove`."""
-        return await self._stack.batched_remove(keys)
+        return await self._stack.batched_remove(keys, LOCAL_TIERS)

@@ -152,17 +152,20 @@ class TierStack:
                     writer.offer(chunk)
         return kept
 
-    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks in every tier of this stack; how many were in the one that held most."""
+    async def batched_remove(self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None) -> int:
+        """Forget chunks in the tiers named (all when None); how many were in the one that held most."""
         await self._forget_writes(frozenset(keys).__contains__)
-        counts = [await tier.batched_remove(keys) for tier in (self.hot, *self.lower)]
+        counts = [await tier.batched_remove(keys) for tier in self._tiers_in(search_range)]
         return max(counts, default=0)
 
-    async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything (of that tenant) in every tier of this stack; how many were in the one that held most."""
+    async def clear(self, tenant: str | None = None, search_range: Sequence[str] | None = None) -> int:
+        """Forget everything (of that tenant) in the tiers named (all when None); how many were in the one that held most."""
         await self._forget_writes(lambda key: tenant is None or key.tenant == tenant)
-        counts = [await tier.clear(tenant) for tier in (self.hot, *self.lower)]
+        counts = [await tier.clear(tenant) for tier in self._tiers_in(search_range)]
         return max(counts, default=0)
+
+    def _tiers_in(self, search_range: Sequence[str] | None) -> list[StorageBackend]:
+        return [tier for tier in (self.hot, *self.lower) if search_range is None or tier.name in search_range]
 
     @property
     def num_pending_bytes(self) -> int:
