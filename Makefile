@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
+# How to get PyTorch; more of pip's options may follow its name (README, "CPU or GPU")
+TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo
@@ -63,7 +65,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 	@echo "[2/3] Installing PyTorch (the largest part)"
-	@$(BIN)/python -m pip install $(PIP_OPTIONS) torch
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
 	@echo "[3/3] Installing the packages of this repository and what they need"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
 	@touch $@
