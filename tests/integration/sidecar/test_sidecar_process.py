@@ -210,7 +210,7 @@ def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Pat
     (tmp_path / f"lmcache-{os.getuid()}").mkdir()
     (tmp_path / f"lmcache-{os.getuid()}").chmod(0o755)
     with Processes(tmp_path, quiet_environment(TMPDIR=str(tmp_path))) as owner:
-        settings = {"port": 0, "lm_port": 0, "arena_gb": 0.01, "instance_id": "x"}
+        settings = {"port": 0, "lm_port": 0, "arena_gb": 0.01, "instance_id": "x", "arena_path": tmp_path / "arena"}
         with pytest.raises(DemoError, match="nobody else may enter"):
             owner.start_service("x", "lmcache_sidecar", settings)
         (tmp_path / f"lmcache-{os.getuid()}").rmdir()

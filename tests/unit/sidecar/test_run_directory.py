@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.errors import ConfigError
+from lmcache_sidecar import settings
 from lmcache_sidecar.run_directory import make_private
 
 
@@ -48,3 +49,11 @@ def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="belongs to this user"):
         make_private(tmp_path / "run")
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_the_arena_is_in_memory_where_there_is_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool) -> None:
+    monkeypatch.setattr(settings, "SHARED_MEMORY", tmp_path if has_memory else tmp_path / "absent")
+    arena = settings.default_arena_directory()
+    assert arena.is_relative_to(tmp_path if has_memory else settings.default_run_directory())
+    assert settings.SidecarSettings(port=0).arena_path == arena

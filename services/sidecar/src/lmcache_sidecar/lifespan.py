@@ -38,7 +38,7 @@ from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
-from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings, default_run_directory
+from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,10 @@ class _Opening:
 
     async def open(self) -> SidecarParts:
         settings = self._settings
-        run_directory = default_run_directory()
-        if run_directory in (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents):
-            make_private(run_directory)
+        used = (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents)
+        for directory in (default_run_directory(), default_arena_directory()):
+            if directory in used:
+                make_private(directory)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
         await self._open_probes()
         arena = await self._make_arena()

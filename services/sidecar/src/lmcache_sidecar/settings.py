@@ -14,11 +14,18 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 BYTES_PER_GB = 1 << 30
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
 
 
 def default_run_directory() -> Path:
-    """Where socket and arena are unless told otherwise; see `run_directory.make_private`."""
+    """Where the socket is unless told otherwise; see `run_directory.make_private`."""
     return Path(tempfile.gettempdir()) / f"lmcache-{os.getuid()}"
+
+
+def default_arena_directory() -> Path:
+    """Where the arena is unless told otherwise: in memory where the system has a place for that, since a file that is mapped from a disk
+    is written back to it."""
+    return SHARED_MEMORY / f"lmcache-{os.getuid()}" if SHARED_MEMORY.is_dir() else default_run_directory() / "arena"
 
 
 class SidecarSettings(ServiceSettings):
@@ -27,7 +34,7 @@ class SidecarSettings(ServiceSettings):
     Attributes:
         port: REST for people and probes inside the pod.
         socket_path: Unix socket for the serving processes of the pod.
-        arena_path: Directory for the shared-memory file, on a volume that the serving container mounts too.
+        arena_path: Directory for the shared-memory file, on an in-memory volume that the serving container mounts too.
         arena_gb: Size of the shared memory.
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
         disk_path: Directory of the disk tier, or none.
@@ -56,7 +63,7 @@ class SidecarSettings(ServiceSettings):
 
     port: Port = 8083
     socket_path: Path = Field(default_factory=lambda: default_run_directory() / "sidecar.sock")
-    arena_path: Path = Field(default_factory=lambda: default_run_directory() / "arena")
+    arena_path: Path = Field(default_factory=default_arena_directory)
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     disk_path: Path | None = None
