@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,16 +40,20 @@ def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
 def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
     """An engine at a sidecar in a process of its own."""
     socket = directory / f"bench-{verify_hot}.sock"
-    settings = {
-        "port": 0,
-        "lm_port": 0,
-        "instance_id": "bench",
-        "socket_path": socket,
-        "arena_path": directory / "arena",
-        "arena_gb": ARENA_GB,
-        "verify_hot": verify_hot,
-    }
-    with Processes(directory, quiet_environment()) as processes:
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a pod's volume for the arena is one in memory too
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=in_memory) as arena,
+        Processes(directory, quiet_environment()) as processes,
+    ):
+        settings = {
+            "port": 0,
+            "lm_port": 0,
+            "instance_id": "bench",
+            "socket_path": socket,
+            "arena_path": arena,
+            "arena_gb": ARENA_GB,
+            "verify_hot": verify_hot,
+        }
         processes.start_service("sidecar", "lmcache_sidecar", settings)
         config, metadata = make_config(sidecar_socket=str(socket)), make_metadata()
         engine = LMCacheEngine(
