@@ -13,7 +13,7 @@ from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
-from lmcache_core.token_database import ChunkedTokenDatabase
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 
 from tests.fixtures.kv import (
     CHUNK_SIZE,
@@ -124,6 +124,21 @@ def test_other_kv_is_never_served(allocator: HostMemoryAllocator, other: dict[st
     others = {key for _, _, key in ChunkedTokenDatabase(config, make_metadata(**other)).process_tokens(tokens)}
     assert not keys & others
     assert len(others) == 3
+
+
+def test_equal_placeholders_of_other_images_share_nothing(engine: LMCacheEngine) -> None:
+    """Turn 1 has an image in chunk 1; the same tokens with another image share chunk 0 alone, a new image in turn 2 keeps turn 1."""
+    n = 4 * CHUNK_SIZE
+    tokens, kv = tokens_of(n), random_kv(n)
+    cat, dog = (MultimodalSpan(name, CHUNK_SIZE + 2, 5) for name in (b"cat", b"dog"))
+    engine.store(tokens, spans=[cat], kvcaches=kv)
+    assert engine.lookup(tokens, spans=[cat]) == n
+    assert engine.lookup(tokens, spans=[dog]) == engine.lookup(tokens) == CHUNK_SIZE
+    target = empty_kv(n)
+    assert int(engine.retrieve(tokens, spans=[dog], kvcaches=target).sum()) == CHUNK_SIZE
+    assert_equal_prefix(target, kv, CHUNK_SIZE)
+    later = MultimodalSpan(b"bird", 3 * CHUNK_SIZE, 4)
+    assert engine.lookup(tokens, spans=[cat, later]) == 3 * CHUNK_SIZE
 
 
 def test_damage_in_memory_is_a_miss(engine: LMCacheEngine) -> None:

@@ -31,7 +31,7 @@ from lmcache_core.telemetry import (
     UNSTORED_CHUNKS_TOTAL,
     Counters,
 )
-from lmcache_core.token_database.base import TokenDatabase
+from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 
 HOT_TIER = "Hot"
 _NamedChunk = tuple[int, int, CacheEngineKey]
@@ -75,18 +75,19 @@ class LMCacheEngine:
         """Finish or abandon background work and free everything. Idempotent."""
         self._store.close()
 
-    def store(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    def store(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any) -> None:
         """Keep the KV of these tokens; returns before slow tiers have written.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             mask: Booleans, shape `[seq_len]`, Falses first: tokens whose KV is already kept.
+            spans: Images and the like behind placeholder tokens; without them equal placeholders would share KV.
             **kwargs: For the GPU connector, for example `kvcaches`.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
         """
-        named = list(self._token_database.process_tokens(tokens, mask))
+        named = list(self._token_database.process_tokens(tokens, mask, spans))
         known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
         named = named[known:]
         if not named:
@@ -106,12 +107,15 @@ class LMCacheEngine:
             self._store.release(put)
             self._store.abort([memory for memory in reserved[len(put) :] if memory is not None])
 
-    def retrieve(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def retrieve(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any
+    ) -> torch.Tensor:
         """Put the cached KV of the longest prefix of these tokens into the serving engine.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             mask: Booleans, shape `[seq_len]`, Falses first: tokens that are not wanted.
+            spans: As in `store`.
             **kwargs: For the GPU connector, for example `kvcaches`.
 
         Returns:
@@ -120,7 +124,7 @@ class LMCacheEngine:
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
         """
-        named = list(self._token_database.process_tokens(tokens, mask))
+        named = list(self._token_database.process_tokens(tokens, mask, spans))
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         self.counters.add(REQUESTED_TOKENS_TOTAL, sum(end - start for start, end, _ in named))
         chunks = self._store.get([key for _, _, key in named])
@@ -142,25 +146,27 @@ class LMCacheEngine:
             self._count_retrieved(chunk, end - start)
         return loaded
 
-    def lookup(self, tokens: torch.Tensor, search_range: list[str] | None = None) -> int:
+    def lookup(self, tokens: torch.Tensor, search_range: list[str] | None = None, spans: Sequence[MultimodalSpan] = ()) -> int:
         """How many tokens, from the first, are cached.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             search_range: Names of tiers ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"); None means all.
+            spans: As in `store`.
         """
-        named = list(self._token_database.process_tokens(tokens))
+        named = list(self._token_database.process_tokens(tokens, None, spans))
         num_prefix = self._store.lookup([key for _, _, key in named], search_range)
         return named[num_prefix - 1][1] if num_prefix else 0
 
-    def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()) -> None:
         """Begin to lift the KV of these tokens into host memory; returns at once.
 
         Args:
             tokens: Token ids, shape `[seq_len]`.
             mask: As in `retrieve`.
+            spans: As in `store`.
         """
-        self._store.prefetch([key for _, _, key in self._token_database.process_tokens(tokens, mask)])
+        self._store.prefetch([key for _, _, key in self._token_database.process_tokens(tokens, mask, spans)])
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the tiers, by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,13 +44,17 @@ class TokenDatabase(ABC):
     """Turns tokens into the keys of their chunks."""
 
     @abstractmethod
-    def process_tokens(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Iterable[tuple[int, int, CacheEngineKey]]:
+    def process_tokens(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()
+    ) -> Iterable[tuple[int, int, CacheEngineKey]]:
         """Cut tokens into chunks and name each.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype, on CPU.
             mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the chunk size. Masked chunks
                 take part in the hashes but are not yielded.
+            spans: Multimodal contents behind placeholder tokens; each is part of the name of every chunk that it overlaps and of all
+                chunks behind it.
 
         Returns:
             `(start, end, key)` of each chunk, in order; the last one may be shorter than the others.

@@ -33,7 +33,7 @@ class ChunkedTokenDatabase(TokenDatabase):
     def process_tokens(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """See `TokenDatabase.process_tokens`; `spans` names multimodal contents behind placeholder tokens."""
+        """See `TokenDatabase.process_tokens`."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         return self._named_chunks(ids, num_skipped, spans)
