@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.errors import LMCacheError
+from lmcache_core.errors import AuthenticationError, LMCacheError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.p2p import parse_distributed_url
@@ -169,9 +169,9 @@ async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbo
     stranger = LmClient(host, port, None, ClientOptions(name="stranger"))
     key = CacheEngineKey.from_url(a.get("/v1/chunks")["chunks"][0])
     try:
-        with pytest.raises(LMCacheError):
+        with pytest.raises(AuthenticationError):
             await stranger.contains([ChunkKey("default", key)])
-        with pytest.raises(LMCacheError):
+        with pytest.raises(AuthenticationError):
             await stranger.remove([ChunkKey("default", key)])
         with contextlib.suppress(LMCacheError):
             (result,) = await stranger.get([ChunkKey("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n)))

@@ -26,11 +26,6 @@ class TaskSupervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    @property
-    def num_tasks(self) -> int:
-        """Tasks that are alive now."""
-        return len(self._tasks)
-
     def start(self, name: str, work: Coroutine[None, None, None]) -> bool:
         """Run `work` once in the background.
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from lmcache_core.errors import ProtocolError
+
+M = TypeVar("M")
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
@@ -196,10 +198,7 @@ def decode_request(body: bytes) -> Request:
     Raises:
         ProtocolError: It is not one, or a field is out of bounds.
     """
-    try:
-        return _REQUESTS.decode(body)
-    except msgspec.DecodeError as exc:
-        raise ProtocolError(f"not a request: {exc}") from exc
+    return _decode(_REQUESTS, body, "a request")
 
 
 def decode_answer(body: bytes) -> Answer:
@@ -208,10 +207,14 @@ def decode_answer(body: bytes) -> Answer:
     Raises:
         ProtocolError: It is not one, or a field is out of bounds.
     """
+    return _decode(_ANSWERS, body, "an answer")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
     try:
-        return _ANSWERS.decode(body)
+        return decoder.decode(body)
     except msgspec.DecodeError as exc:
-        raise ProtocolError(f"not an answer: {exc}") from exc
+        raise ProtocolError(f"not {what}: {exc}") from exc
 
 
 def check_length(length: int) -> None:
