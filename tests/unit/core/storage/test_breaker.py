@@ -51,7 +51,7 @@ class Moody(StorageBackend):
         await self._call()
         return [True] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         await self._call()
         return list(self.results)
 

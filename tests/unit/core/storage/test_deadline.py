@@ -36,7 +36,7 @@ class Slow(StorageBackend):
         await self._wait()
         return [True] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         chunks = [make_chunk(key, allocate=allocate) for key in keys]
         try:
             await self._wait()

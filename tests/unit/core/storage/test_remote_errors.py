@@ -107,7 +107,7 @@ async def test_a_value_that_redis_refuses_is_not_stored(kind: type[Exception]) -
 async def test_lm(error: LMCacheError, call: str) -> None:
     class Client:
         def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
-            async def fail(*args: object) -> object:
+            async def fail(*args: object, **options: object) -> object:
                 raise error
 
             return fail

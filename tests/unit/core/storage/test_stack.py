@@ -38,7 +38,7 @@ class Disk(LocalDiskBackend):
         await self._suffer()
         return await super().batched_contains(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         results = await super().batched_get(keys, allocate)
         try:
             await self._suffer()

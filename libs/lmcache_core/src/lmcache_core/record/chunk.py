@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record.codec import encode_head, head_bytes
+from lmcache_core.record.digest import payload_digest
 from lmcache_core.record.header import RecordHeader
 
 
@@ -33,28 +38,80 @@ class Miss:
     reason: MissReason
 
 
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """A chunk in memory. Whoever receives one owns a reference on `memory` and gives it back with `release`.
 
-    Attributes:
+    Its head is bytes that came with it, or is made when first asked for (`unsealed`): a chunk that never leaves the process then
+    costs no digest.
+
+    Args:
         key: Its name.
         header: The parsed head of its record.
-        head: The head's bytes, as they go to a file or a socket.
-        memory: Its payload, `byte_array` of exactly the record's payload length.
+        head: The head's bytes, as they go to a file or a socket; None: made, with the digest, when first asked for.
+        memory: Its payload, `byte_array` of exactly the record's payload length. Never changed while the chunk lives.
         tier: Name of the tier that it came from.
     """
 
-    key: ChunkKey
-    header: RecordHeader
-    head: bytes
-    memory: MemoryObj
-    tier: str
+    __slots__ = ("_head", "_header", "_seal_lock", "key", "memory", "tier")
+
+    def __init__(self, key: ChunkKey, header: RecordHeader, head: bytes | None, memory: MemoryObj, tier: str) -> None:
+        self.key = key
+        self.memory = memory
+        self.tier = tier
+        self._header = header
+        self._head = head
+        self._seal_lock = threading.Lock()
+
+    @classmethod
+    def unsealed(cls, key: ChunkKey, header: RecordHeader, memory: MemoryObj, tier: str) -> Chunk:
+        """A chunk whose digest is computed when first needed; `header.digest` is replaced then."""
+        return cls(key, header, None, memory, tier)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether head and digest exist; if not, asking for them reads the whole payload."""
+        return self._head is not None
+
+    @property
+    def header(self) -> RecordHeader:
+        """The parsed head of its record, digest included."""
+        return self.sealed()._header
+
+    @property
+    def head(self) -> bytes:
+        """The head's bytes, as they go to a file or a socket."""
+        head = self.sealed()._head
+        assert head is not None
+        return head
+
+    @property
+    def described(self) -> RecordHeader:
+        """The header as far as it is known: everything but, if the chunk is not sealed, the digest."""
+        return self._header
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its encoding loses something."""
+        return self._header.lossy
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole record."""
-        return len(self.head) + self.memory.get_size()
+        return (head_bytes(self._header) if self._head is None else len(self._head)) + self.memory.get_size()
+
+    def sealed(self) -> Chunk:
+        """This chunk, with its digest and head computed if they were not. Thread-safe; releases the GIL while it reads."""
+        if self._head is None:
+            with self._seal_lock:
+                if self._head is None:
+                    payload = self.memory.byte_array
+                    self._header = msgspec.structs.replace(self._header, digest=payload_digest(payload))
+                    self._head = encode_head(self._header, len(payload))
+        return self
+
+    def moved(self, memory: MemoryObj, tier: str) -> Chunk:
+        """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
+        return Chunk(self.key, self._header, self._head, memory, tier)
 
     def release(self) -> None:
         """Give this chunk's reference back."""

@@ -53,13 +53,18 @@ def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
     header.check(payload_bytes)
     encoded = _ENCODER.encode(header)
     needed = PREFIX_BYTES + len(encoded) + CHECKSUM_BYTES
-    units = -(-needed // HEAD_ALIGN_BYTES)
+    units = _head_units(len(encoded))
     if units * HEAD_ALIGN_BYTES > MAX_HEAD_BYTES or not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES:
         raise RecordError(RecordReason.BOUNDS, f"head of {needed} bytes, payload of {payload_bytes} bytes")
     prefix = _PREFIX.pack(MAGIC, VERSION, units, len(encoded), 0, payload_bytes)
     padding = bytes(units * HEAD_ALIGN_BYTES - needed)
     covered = b"".join((prefix, encoded, padding))
     return covered + xxhash.xxh3_128_digest(covered)
+
+
+def head_bytes(header: RecordHeader) -> int:
+    """How long `encode_head` will be; its digest may be any."""
+    return _head_units(len(_ENCODER.encode(header))) * HEAD_ALIGN_BYTES
 
 
 def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
@@ -123,3 +128,7 @@ def verify_payload(header: RecordHeader, payload: bytes | bytearray | memoryview
     """
     if payload_digest(payload) != header.digest:
         raise RecordError(RecordReason.DIGEST)
+
+
+def _head_units(header_bytes: int) -> int:
+    return -(-(PREFIX_BYTES + header_bytes + CHECKSUM_BYTES) // HEAD_ALIGN_BYTES)

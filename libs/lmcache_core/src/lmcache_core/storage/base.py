@@ -34,8 +34,14 @@ class StorageBackend(ABC):
         """Which of them a `batched_get` would find now."""
 
     @abstractmethod
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
-        """Read chunks, each verified (key, head, digest). The caller owns every chunk returned."""
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+        """Read chunks, each verified (key, head, digest). The caller owns every chunk returned.
+
+        Args:
+            keys: Their names.
+            allocate: Where payloads go.
+            timeout_s: What has not come by then is a miss with reason `deadline`; what has come is returned. None: the tier's own limit.
+        """
 
     @abstractmethod
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:

@@ -203,7 +203,7 @@ class LocalCPUBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return self.contains_many(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`; `allocate` is not called, since the chunks are in memory."""
         return [self.miss(key) if chunk is None else chunk for key, chunk in zip(keys, self.get_many(keys), strict=True)]
 
@@ -236,14 +236,15 @@ class LocalCPUBackend(StorageBackend):
             if is_wanted:
                 if chunk.key in self._chunks:
                     self._drop(chunk.key)
-                self._insert(Chunk(chunk.key, chunk.header, chunk.head, memory_obj, self.name))
+                is_ours = memory_obj is chunk.memory and chunk.tier == self.name
+                self._insert(chunk if is_ours else chunk.moved(memory_obj, self.name))
         if not is_wanted:
             memory_obj.ref_count_down()
         return True
 
     def _wants(self, chunk: Chunk) -> bool:
         held = self._chunks.get(chunk.key)
-        return held is None or (held.header.lossy and not chunk.header.lossy)
+        return held is None or (held.lossy and not chunk.lossy)
 
     def _insert(self, chunk: Chunk) -> None:
         taken = chunk.memory.metadata.phy_size

@@ -13,6 +13,7 @@ from lmcache_core.p2p import Assignment, BrokerClient
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.time_limit import caller_limit
 
 PEER_TIER = "P2PBackend"
 PEER_KIND = "sidecar"
@@ -57,19 +58,20 @@ class P2PBackend(StorageBackend):
         holders = await self._holders(keys)
         return [bool(names) for names in holders] + [False] * (len(keys) - len(holders))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """Pull the longest prefix of the keys that peers hold; what a peer does not deliver is a miss."""
         results: list[Result] = [Miss(MissReason.NEVER_STORED)] * len(keys)
-        holders = await self._holders(keys)
-        wanted = [(key.key.chunk_id(), names) for key, names in zip(keys, holders, strict=False) if names]
-        if not wanted:
-            return results
-        assignments = await self._broker.transfers(self._instance, wanted)
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        assignments: Sequence[Assignment] = ()
+        async with caller_limit(timeout_s) as limit:
+            assignments = await self._assignments(keys)
+        if limit.expired():
+            return [Miss(MissReason.DEADLINE)] * len(keys)
         places = {key.key.chunk_id(): i for i, key in enumerate(keys)}
         try:
             async with asyncio.TaskGroup() as pulls:
                 for assignment in assignments:
-                    pulls.create_task(self._pull(assignment, keys, places, results, allocate))
+                    pulls.create_task(self._pull(assignment, keys, places, results, allocate, deadline))
         except BaseException:
             for result in results:
                 if isinstance(result, Chunk):
@@ -106,14 +108,26 @@ class P2PBackend(StorageBackend):
         answer = await self._lookup.lookup([key.key.chunk_id() for key in keys], exclude=[self._instance])
         return [[holder.instance for holder in at if holder.kind == PEER_KIND] for at in answer.holders]
 
+    async def _assignments(self, keys: Sequence[ChunkKey]) -> Sequence[Assignment]:
+        holders = await self._holders(keys)
+        wanted = [(key.key.chunk_id(), names) for key, names in zip(keys, holders, strict=False) if names]
+        return await self._broker.transfers(self._instance, wanted) if wanted else ()
+
     async def _pull(
-        self, assignment: Assignment, keys: Sequence[ChunkKey], places: dict[bytes, int], results: list[Result], allocate: Allocate
+        self,
+        assignment: Assignment,
+        keys: Sequence[ChunkKey],
+        places: dict[bytes, int],
+        results: list[Result],
+        allocate: Allocate,
+        deadline: float | None,
     ) -> None:
         at = [places[chunk_id] for chunk_id in assignment.chunk_ids]
         self._figures.pulls += 1
         try:
             client = await self._peers.client(assignment.distributed_url)
-            got = await client.get([keys[i] for i in at], allocate, ticket=assignment.ticket)
+            left_s = None if deadline is None else deadline - asyncio.get_running_loop().time()
+            got = await client.get([keys[i] for i in at], allocate, ticket=assignment.ticket, timeout_s=left_s)
         except (UnavailableError, AuthenticationError, ProtocolError):
             self._figures.failed_pulls += 1
             got = [Miss(MissReason.UNAVAILABLE)] * len(at)

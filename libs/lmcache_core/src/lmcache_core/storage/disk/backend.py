@@ -128,7 +128,7 @@ class LocalDiskBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return self._index.contains_many(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate` and verified in the threads."""
         self._check_open()
         results: list[Result] = []
@@ -144,9 +144,12 @@ class LocalDiskBackend(StorageBackend):
                 results.append(Miss(MissReason.UNAVAILABLE))
                 jobs.append((i, memory, self._submit(self._store.read, key, entry, memory)))
         if jobs:
-            await self._await_reads(jobs)
+            await self._await_reads(jobs, timeout_s)
         for i, memory, future in jobs:
-            if future.cancelled():
+            if not future.done():
+                results[i] = Miss(MissReason.DEADLINE)
+                _abandon(future, memory)
+            elif future.cancelled():
                 memory.ref_count_down()
             else:
                 results[i] = future.result()
@@ -202,11 +205,11 @@ class LocalDiskBackend(StorageBackend):
         future.add_done_callback(self._running.discard)
         return future
 
-    async def _await_reads(self, jobs: Sequence[_Job]) -> None:
+    async def _await_reads(self, jobs: Sequence[_Job], timeout_s: float | None) -> None:
         try:
-            await _wait([future for _, _, future in jobs])
+            await _wait([future for _, _, future in jobs], timeout_s)
             for _, _, future in jobs:
-                if not future.cancelled() and (bug := future.exception()) is not None:
+                if future.done() and not future.cancelled() and (bug := future.exception()) is not None:
                     raise bug
         except BaseException:
             for _, memory, future in jobs:

@@ -16,6 +16,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
 from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.storage.time_limit import caller_limit
 
 RECORD_TYPE = "application/vnd.lmcache.record"
 MAX_CONNECTIONS = 8
@@ -100,17 +101,18 @@ class HttpBackend(StorageBackend):
                     present += _read_present(await _bounded_body(response), len(batch))
         return present
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         results: list[Result | None] = [None] * len(keys)
         try:
-            async with self._mapped() as client:
+            async with self._mapped() as client, caller_limit(timeout_s) as limit:
                 for begin in range(0, len(keys), BATCH_KEYS):
                     await self._get_batch(client, keys, range(begin, min(begin + BATCH_KEYS, len(keys))), allocate, results)
         except BaseException:
             release_all(results)
             raise
-        answered = [Miss(MissReason.NEVER_STORED) if result is None else result for result in results]
+        unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
+        answered = [unanswered if result is None else result for result in results]
         self._figures.count_got(answered)
         return answered
 

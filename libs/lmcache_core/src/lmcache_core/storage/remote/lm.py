@@ -59,9 +59,9 @@ class LmBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return await _mapped(self._client.contains(keys))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`."""
-        results = await _mapped(self._client.get(keys, allocate))
+        results = await _mapped(self._client.get(keys, allocate, timeout_s=timeout_s))
         self._figures.count_got(results)
         return results
 

@@ -19,6 +19,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
+from lmcache_core.storage.time_limit import caller_limit
 
 MAX_CONNECTIONS = 8
 BATCH_BYTES = 64 << 20
@@ -87,11 +88,11 @@ class RedisBackend(StorageBackend):
         async with self._mapped():
             return [bool(found) for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])]
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. A value that is a damaged record is deleted."""
-        results: list[Result] = [Miss(MissReason.NEVER_STORED)] * len(keys)
+        results: list[Result | None] = [None] * len(keys)
         try:
-            async with self._mapped():
+            async with self._mapped(), caller_limit(timeout_s) as limit:
                 sizes = [int(size) for size in await self._pipelined([("STRLEN", _name(key)) for key in keys])]
                 present = [i for i, size in enumerate(sizes) if size]
                 for batch in _batches(present, [sizes[i] for i in present]):
@@ -99,8 +100,10 @@ class RedisBackend(StorageBackend):
         except BaseException:
             release_all(results)
             raise
-        self._figures.count_got(results)
-        return results
+        unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
+        answered = [unanswered if result is None else result for result in results]
+        self._figures.count_got(answered)
+        return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory, read-only) is False."""
@@ -135,7 +138,7 @@ class RedisBackend(StorageBackend):
         """Figures of this client; how much Redis holds is Redis' to say."""
         return self._figures.as_stats()
 
-    async def _get_values(self, batch: Sequence[int], keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result]) -> None:
+    async def _get_values(self, batch: Sequence[int], keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]) -> None:
         damaged = []
         values: list[Any] = await self._client.mget([_name(keys[i]) for i in batch])
         for i, value in zip(batch, values, strict=True):

@@ -115,7 +115,7 @@ class BreakerBackend(StorageBackend):
     """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier until a probe succeeds.
 
     A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a call that its
-    caller gave up after `slow_call_s`. While open, calls return at once: misses with reason `breaker_open`, False, 0.
+    caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls return at once: misses with reason `breaker_open`, False, 0.
 
     Args:
         backend: What is wrapped.
@@ -149,15 +149,16 @@ class BreakerBackend(StorageBackend):
                 return await self._backend.batched_contains(keys)
         return [False] * len(keys)
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         if not self._breaker.admit():
             return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
         async with self._attempt() as attempt:
-            results = await self._backend.batched_get(keys, allocate)
+            results = await self._backend.batched_get(keys, allocate, timeout_s)
             trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
-            if trouble and not any(isinstance(result, Chunk) for result in results):
+            is_short = set(trouble) == {MissReason.DEADLINE} and timeout_s is not None and timeout_s < self._options.slow_call_s
+            if trouble and not is_short and not any(isinstance(result, Chunk) for result in results):
                 attempt.fail(trouble[0].value)
         return results
 

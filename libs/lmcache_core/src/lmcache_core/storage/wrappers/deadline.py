@@ -45,10 +45,10 @@ class DeadlineBackend(StorageBackend):
         """See `StorageBackend.batched_contains`."""
         return await self._in_time(self._backend.batched_contains(keys), [False] * len(keys))
 
-    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`."""
         late: list[Result] = [Miss(MissReason.DEADLINE)] * len(keys)
-        return await self._in_time(self._backend.batched_get(keys, allocate), late)
+        return await self._in_time(self._backend.batched_get(keys, allocate, timeout_s), late)
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`."""
