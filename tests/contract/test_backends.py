@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.wrappers import (
+    BreakerBackend,
+    DeadlineBackend,
+    FaultPlan,
+    FaultyBackend,
+    LoggedBackend,
+    MeteredBackend,
+    RetryBackend,
+    WrapperBackend,
+    lister_of,
+)
 from lmcache_core.testing.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
 
 CAPACITY_BYTES = 4 << 20
 
 
+WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
+    "nothing added": WrapperBackend,
+    "breaker": BreakerBackend,
+    "deadline": lambda backend: DeadlineBackend(backend, timeout_s=10),
+    "logged": LoggedBackend,
+    "metered": MeteredBackend,
+    "retry": RetryBackend,
+    "faults": lambda backend: FaultyBackend(backend, FaultPlan(seed=0)),
+    "all": lambda backend: LoggedBackend(MeteredBackend(BreakerBackend(RetryBackend(DeadlineBackend(backend, timeout_s=10))))),
+}
+
+
 class HotUnderTest(BackendUnderTest):
-    def __init__(self) -> None:
-        self.backend = LocalCPUBackend(ArenaAllocator.anonymous(CAPACITY_BYTES), create_policy())
+    def __init__(self, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend) -> None:
+        self.hot = LocalCPUBackend(ArenaAllocator.anonymous(CAPACITY_BYTES), create_policy())
+        self.backend = wrap(self.hot)
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:
         raise AssertionError("nothing comes into host memory from outside the process")
 
     def raw_get(self, key: ChunkKey) -> bytes | None:
-        chunk = self.backend._chunks.get(key)
+        chunk = self.hot._chunks.get(key)
         return None if chunk is None else chunk.head + bytes(chunk.memory.byte_array)
 
 
@@ -50,7 +76,7 @@ class TestHot(BackendSuite):
     @pytest.fixture
     def under_test(self):
         yield (hot := HotUnderTest())
-        hot.backend.check_integrity()
+        hot.hot.check_integrity()
 
 
 class TestDisk(ReadingBackendSuite):
@@ -58,3 +84,14 @@ class TestDisk(ReadingBackendSuite):
     def under_test(self, tmp_path):
         yield (disk := DiskUnderTest(tmp_path))
         disk.backend.check_integrity()
+
+
+class TestWrapped(BackendSuite):
+    @pytest.fixture(params=WRAPPERS)
+    def under_test(self, request):
+        yield (hot := HotUnderTest(WRAPPERS[request.param]))
+        hot.hot.check_integrity()
+
+    async def test_the_tier_inside_can_still_be_asked_what_it_holds(self, backend: StorageBackend, under_test: HotUnderTest) -> None:
+        assert lister_of(backend) is under_test.hot
+        assert backend.name == under_test.hot.name

@@ -1,6 +1,23 @@
 """Backends that wrap a backend: what they add stands in no data path of their own."""
 
+from lmcache_core.storage.wrappers.base import WrapperBackend, lister_of
 from lmcache_core.storage.wrappers.breaker import BreakerBackend, BreakerOptions
 from lmcache_core.storage.wrappers.deadline import DeadlineBackend
+from lmcache_core.storage.wrappers.faults import FaultPlan, FaultyBackend
+from lmcache_core.storage.wrappers.logged import LoggedBackend
+from lmcache_core.storage.wrappers.metered import MeteredBackend
+from lmcache_core.storage.wrappers.retry import RetryBackend, RetryOptions
 
-__all__ = ["BreakerBackend", "BreakerOptions", "DeadlineBackend"]
+__all__ = [
+    "BreakerBackend",
+    "BreakerOptions",
+    "DeadlineBackend",
+    "FaultPlan",
+    "FaultyBackend",
+    "LoggedBackend",
+    "MeteredBackend",
+    "RetryBackend",
+    "RetryOptions",
+    "WrapperBackend",
+    "lister_of",
+]

@@ -14,6 +14,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.wrappers.base import WrapperBackend
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +112,12 @@ class _Attempt:
         self.cause = cause
 
 
-class BreakerBackend(StorageBackend):
+class BreakerBackend(WrapperBackend):
     """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier until a probe succeeds.
 
     A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a call that its
-    caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls return at once: misses with reason `breaker_open`, False, 0.
+    caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls return at once: misses
+    with reason `breaker_open`, False, 0.
 
     Args:
         backend: What is wrapped.
@@ -124,8 +126,7 @@ class BreakerBackend(StorageBackend):
     """
 
     def __init__(self, backend: StorageBackend, clock: Callable[[], float] = time.monotonic, options: BreakerOptions | None = None) -> None:
-        self.name = backend.name
-        self._backend = backend
+        super().__init__(backend)
         self._options = options or BreakerOptions()
         self._breaker = _Breaker(backend.name, self._options, clock)
 
@@ -133,14 +134,6 @@ class BreakerBackend(StorageBackend):
     def is_open(self) -> bool:
         """Whether the tier is bypassed."""
         return self._breaker.is_open
-
-    async def open(self) -> None:
-        """See `StorageBackend.open`."""
-        await self._backend.open()
-
-    async def close(self) -> None:
-        """See `StorageBackend.close`."""
-        await self._backend.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""

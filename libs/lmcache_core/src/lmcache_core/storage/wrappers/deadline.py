@@ -10,16 +10,17 @@ from typing import TypeVar
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.wrappers.base import WrapperBackend
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class DeadlineBackend(StorageBackend):
+class DeadlineBackend(WrapperBackend):
     """Cancels calls of the backend inside that last longer than `timeout_s`; cancelled, it gives its memory back.
 
-    One log line when calls begin to be late, one when they are in time again.
+    `clear` has no deadline: nothing waits for it. One log line when calls begin to be late, one when they are in time again.
 
     Args:
         backend: What is wrapped.
@@ -27,19 +28,10 @@ class DeadlineBackend(StorageBackend):
     """
 
     def __init__(self, backend: StorageBackend, timeout_s: float) -> None:
-        self.name = backend.name
-        self._backend = backend
+        super().__init__(backend)
         self._timeout_s = timeout_s
         self._is_late = False
         self._num_late = 0
-
-    async def open(self) -> None:
-        """See `StorageBackend.open`."""
-        await self._backend.open()
-
-    async def close(self) -> None:
-        """See `StorageBackend.close`."""
-        await self._backend.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -57,10 +49,6 @@ class DeadlineBackend(StorageBackend):
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `StorageBackend.batched_remove`."""
         return await self._in_time(self._backend.batched_remove(keys), 0)
-
-    async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`. Without a deadline: nothing waits for it."""
-        return await self._backend.clear(tenant)
 
     def stats(self) -> dict[str, int]:
         """The backend's figures, and `late_calls`."""
