@@ -161,7 +161,7 @@ class Workload:
 
 def slow_down(engine: LMCacheEngine) -> None:
     """Let copies last, as those of real KV do: memory that is lent but not held would be overwritten meanwhile."""
-    connector = engine._gpu_connector
+    connector = engine._transfer._gpu_connector
     load, fill = connector.to_gpu, connector.from_gpu
 
     def to_gpu(*args: Any, **kwargs: Any) -> None:

@@ -69,7 +69,7 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
     engine.close()
     read = LocalDiskBackend.batched_get
 
-    async def blocked(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def blocked(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         results = await read(self, keys, allocate)
         time.sleep(1.0)
         return results
@@ -86,7 +86,7 @@ def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
 
 
 def test_a_disk_that_hangs_is_soon_left_alone(allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hang(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def hang(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         await asyncio.sleep(60)
         return []
 
@@ -108,7 +108,7 @@ def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, 
     asked: list[int] = []
     read = LocalDiskBackend.batched_get
 
-    async def counted(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Result]:
+    async def counted(self: LocalDiskBackend, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         asked.append(len(keys))
         return await read(self, keys, allocate)
 

@@ -219,13 +219,13 @@ def test_memory_that_is_being_filled_stays_ours_when_another_thread_gives_up(tmp
 def test_pins_that_may_have_been_lost_are_a_miss(tmp_path: Path) -> None:
     """The sidecar ends the connection while the KV is copied: what was copied may be another chunk's by now."""
     with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path, tier_timeout_s=0.5) as engine:
-        copy = engine._gpu_connector.to_gpu
+        copy = engine._transfer._gpu_connector.to_gpu
 
         def to_gpu(*args: Any, **kwargs: Any) -> None:
             copy(*args, **kwargs)
             sidecar.close()
 
-        engine._gpu_connector.to_gpu = to_gpu  # type: ignore[method-assign]
+        engine._transfer._gpu_connector.to_gpu = to_gpu  # type: ignore[method-assign]
         assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
         assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 2
 

@@ -1,6 +1,7 @@
-"""Owners of concurrent work: the task supervisor and the bridge between sync callers and the event loop."""
+"""Owners of concurrent work: the task supervisor, the bridge between sync callers and the event loop, threads for digests."""
 
 from lmcache_core.concurrency.bridge import LoopThread
 from lmcache_core.concurrency.supervisor import TaskSupervisor
+from lmcache_core.concurrency.workers import Workers
 
-__all__ = ["LoopThread", "TaskSupervisor"]
+__all__ = ["LoopThread", "TaskSupervisor", "Workers"]

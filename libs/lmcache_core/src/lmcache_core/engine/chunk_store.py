@@ -28,13 +28,21 @@ class ChunkStore(Protocol):
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """Memory to fill, one object a shape, None where there is no room. Each goes on to `put` (then `release`) or to `abort`."""
 
+    @property
+    def needs_digests(self) -> bool:
+        """Whether chunks should come to `put` with their digests; otherwise these are made when a chunk leaves the process."""
+
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Make filled memory visible under its key. The caller still owns its references."""
 
-    def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
         """The longest prefix of these chunks that can be had in time, verified. Each goes to `release` when it has been copied.
 
         What is missing is counted with its reason.
+
+        Args:
+            keys: Their names.
+            recompute_s: What computing one chunk anew costs, as far as is known: what takes longer to load is a miss.
         """
 
     def release(self, chunks: Sequence[Chunk]) -> bool:

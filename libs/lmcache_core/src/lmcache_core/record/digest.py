@@ -5,6 +5,8 @@ from __future__ import annotations
 import xxhash
 
 DIGEST_BYTES = 16
+UNSEALED_DIGEST = bytes(DIGEST_BYTES)
+"""Stands in a header whose digest is still to be computed."""
 
 
 def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.record.chunk import Chunk
 from lmcache_core.record.codec import verify_payload
@@ -30,12 +32,25 @@ class HotVerifier:
         """As told by a sidecar, which may be newer than we are: a mode that is not known reads as "always"."""
         return cls(mode if mode in MODES else "always")
 
-    def is_intact(self, chunk: Chunk) -> bool:
-        """False when the digest was checked and differs."""
-        if self.mode == "never" or (self.mode == "sampled" and next(self._turns) % SAMPLE_INTERVAL):
-            return True
-        try:
-            verify_payload(chunk.header, chunk.memory.byte_array)
-        except RecordError:
-            return False
-        return True
+    @property
+    def needs_digests(self) -> bool:
+        """Whether any chunk may be checked, so that each must have its digest from the start."""
+        return self.mode != "never"
+
+    def num_intact(self, chunks: Sequence[Chunk], workers: Workers) -> int:
+        """How many of them, from the first, did not turn out damaged; the checks run side by side."""
+        chosen = [i for i, _ in enumerate(chunks) if self._chooses()]
+        checks = [workers.submit(_is_intact, chunks[i]) for i in chosen]
+        verdicts = [check.result() for check in checks]  # all of them: the caller gives the memory back when this returns
+        return next((i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks))
+
+    def _chooses(self) -> bool:
+        return self.mode == "always" or (self.mode == "sampled" and next(self._turns) % SAMPLE_INTERVAL == 0)
+
+
+def _is_intact(chunk: Chunk) -> bool:
+    try:
+        verify_payload(chunk.header, chunk.memory.byte_array)
+    except RecordError:
+        return False
+    return True

@@ -19,6 +19,7 @@ M = TypeVar("M")
 VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BATCH = 4096
+MAX_RECOMPUTE_US = 3_600_000_000
 LENGTH = struct.Struct("<I")
 
 _Text = Annotated[str, Meta(max_length=1024)]
@@ -130,10 +131,15 @@ class AbortOk(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Bring chunks into the arena within the deadline and keep them there until `Release`."""
+    """Bring chunks into the arena within the deadline and keep them there until `Release`.
+
+    `recompute_us` is what computing one chunk anew costs, microseconds, 0 when not known: loading may not take longer than that for
+    each chunk that is not in the arena yet.
+    """
 
     keys: _Keys
     deadline_ms: _Deadline
+    recompute_us: Annotated[int, Meta(ge=0, le=MAX_RECOMPUTE_US)] = 0
 
 
 class PinnedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

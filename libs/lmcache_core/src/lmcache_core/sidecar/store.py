@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -41,11 +42,13 @@ class SidecarChunkStore:
         hello: What to say at each connection.
         timeout_s: Longest wait for chunks from the sidecar's tiers.
         counters: Where misses are counted.
+        workers: Threads that check digests; opened and closed by their owner.
     """
 
-    def __init__(self, path: Path, hello: m.Hello, timeout_s: float, counters: Counters) -> None:
+    def __init__(self, path: Path, hello: m.Hello, timeout_s: float, counters: Counters, workers: Workers | None = None) -> None:
         self._timeout_s = timeout_s
         self._counters = counters
+        self._workers = workers or Workers("lmcache-digest")
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._link = SidecarLink(path, hello, timeout_s, lambda welcome: self._on_salt(welcome.salt))
 
@@ -92,6 +95,11 @@ class SidecarChunkStore:
             extents += given
         return extents + [None] * (len(shapes) - len(extents))
 
+    @property
+    def needs_digests(self) -> bool:
+        """See `ChunkStore.needs_digests`: every chunk leaves this process."""
+        return True
+
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`; the chunks are those of one `reserve`."""
         stored: list[bool] = []
@@ -107,14 +115,14 @@ class SidecarChunkStore:
             stored += [False] * len(batch) if answer is None else answer.stored
         return stored
 
-    def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
         """See `ChunkStore.get`."""
         connection = self._link.connection
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
         while connection is not None and len(chunks) < len(keys):
             batch = keys[len(chunks) : len(chunks) + m.MAX_BATCH]
-            good, reason = self._pin(connection, batch)
+            good, reason = self._pin(connection, batch, recompute_s)
             chunks += good
             if len(good) < len(batch):
                 break
@@ -164,8 +172,9 @@ class SidecarChunkStore:
             connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
         return extents
 
-    def _pin(self, connection: SidecarConnection, keys: Sequence[CacheEngineKey]) -> tuple[list[Chunk], str]:
-        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms)
+    def _pin(self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], recompute_s: float | None) -> tuple[list[Chunk], str]:
+        recompute_us = 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
+        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms, recompute_us)
         good: list[Chunk] = []
         connection.hold(len(keys))
         try:
@@ -179,6 +188,9 @@ class SidecarChunkStore:
                     reason = MissReason.CORRUPT
                     break
                 good.append(chunk)
+            num_intact = connection.verifier.num_intact(good, self._workers)
+            if num_intact < len(good):
+                good, reason = good[:num_intact], MissReason.CORRUPT
             rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
             if rejected:
                 self._ask(connection, m.Release(rejected), m.ReleaseOk)
@@ -247,5 +259,4 @@ def _checked(connection: SidecarConnection, key: CacheEngineKey, pinned: m.Pinne
     if payload_bytes != pinned.length:
         return None
     memory = ArenaExtent.pinned(connection, pinned.pin, pinned.offset, pinned.length)
-    chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)
-    return chunk if connection.verifier.is_intact(chunk) else None
+    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from lmcache_core.concurrency import LoopThread
+from lmcache_core.concurrency import LoopThread, Workers
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
@@ -23,7 +23,6 @@ from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
-CLOSE_DRAIN_S = 5.0
 MARGIN_S = 0.5
 MAX_PREFETCHES = 64
 
@@ -40,15 +39,20 @@ class StorageManager:
         config: Which tiers there are.
         memory_allocator: Host memory for chunks.
         counters: Where misses are counted.
+        workers: Threads that check digests; opened and closed by their owner.
     """
 
-    def __init__(self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters) -> None:
+    def __init__(
+        self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters, workers: Workers | None = None
+    ) -> None:
         self._hot = LocalCPUBackend(memory_allocator, create_policy())
         self._lower = create_lower_tiers(config)
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
+        self._close_drain_s = config.close_drain_s
         self._verifier = HotVerifier(config.verify_hot)
         self._counters = counters
+        self._workers = workers or Workers("lmcache-digest")
         self._loop = LoopThread("lmcache-storage")
         self._stack: TierStack | None = None
         self._salt = config.salt
@@ -70,11 +74,11 @@ class StorageManager:
             raise
 
     def close(self) -> None:
-        """Finish background writes within `CLOSE_DRAIN_S` seconds, abandon the rest, stop the loop thread. Idempotent."""
+        """Finish background writes within `close_drain_s` seconds, abandon the rest, stop the loop thread. Idempotent."""
         stack, self._stack = self._stack, None
         if stack is not None:
             with contextlib.suppress(UnavailableError):
-                self._loop.run(stack.close(CLOSE_DRAIN_S), CLOSE_DRAIN_S + MARGIN_S)
+                self._loop.run(stack.close(self._close_drain_s), self._close_drain_s + MARGIN_S)
             self._loop.close()
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
@@ -105,6 +109,11 @@ class StorageManager:
             return [None] * len(shapes)
         return [self._hot.allocate_tensor(shape, dtype, MemoryFormat.KV_BLOB) for shape in shapes]
 
+    @property
+    def needs_digests(self) -> bool:
+        """See `ChunkStore.needs_digests`."""
+        return self._verifier.needs_digests
+
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`."""
         stack = self._stack
@@ -113,14 +122,15 @@ class StorageManager:
         kept = None if stack is None else self._wait(stack.batched_put(chunks))
         return [False] * len(chunks) if kept is None else kept
 
-    def get(self, keys: Sequence[CacheEngineKey]) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
         """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
         results: list[Result] | None
         if stack is None:
             results = None
         elif self._lower and not all(self._hot.contains_many(names)):
-            results = self._wait(stack.batched_get(names, self._timeout_s, prefix_only=True), _release_all)
+            work = stack.batched_get(names, self._timeout_s, prefix_only=True, recompute_s=recompute_s)
+            results = self._wait(work, _release_all)
         else:
             results = [
                 self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)
@@ -167,18 +177,21 @@ class StorageManager:
             self._prefetches.release()
 
     def _intact_prefix(self, results: Sequence[Result]) -> list[Chunk]:
-        good: list[Chunk] = []
-        for result in results:
-            if isinstance(result, Miss):
-                self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - len(good), result.reason)
-                break
-            if result.tier == self._hot.name and not self._verifier.is_intact(result):
-                self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - len(good), MissReason.CORRUPT)
-                self._hot.remove_many([result.key])
-                break
-            good.append(result)
-        _release_all(results[len(good) :])
-        return good
+        """The chunks in front of the first miss and of the first that is damaged in host memory; the others are given back and counted."""
+        chunks = list(_leading_chunks(results))
+        from_hot = [i for i, chunk in enumerate(chunks) if chunk.tier == self._hot.name]
+        num_intact = self._verifier.num_intact([chunks[i] for i in from_hot], self._workers)
+        num_good = len(chunks)
+        if num_intact < len(from_hot):
+            num_good = from_hot[num_intact]
+            self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_good, MissReason.CORRUPT)
+            self._hot.remove_many([chunks[num_good].key])
+        elif num_good < len(results):
+            first = results[num_good]
+            assert isinstance(first, Miss)
+            self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_good, first.reason)
+        _release_all(results[num_good:])
+        return chunks[:num_good]
 
 
 def _release_all(results: Sequence[Result]) -> None:
@@ -189,3 +202,10 @@ def _release_all(results: Sequence[Result]) -> None:
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
     return [ChunkKey(DEFAULT_TENANT, key) for key in keys]
+
+
+def _leading_chunks(results: Sequence[Result]) -> Iterator[Chunk]:
+    for result in results:
+        if isinstance(result, Miss):
+            return
+        yield result

@@ -13,11 +13,15 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.lifts import Lift, Lifts
+from lmcache_core.storage.wrappers.priced import KnowsItsPrice
 from lmcache_core.storage.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 2.0
+GRACE_S = 0.05
+"""What a tier may need to give back, at the deadline, what it has; one that needs longer loses that too."""
 DEFAULT_PENDING_SHARE = 2
 """Writes that wait may hold one part in this many of the hot tier."""
 
@@ -52,6 +56,7 @@ class TierStack:
         self.lower = tuple(lower)
         self._listener = listener
         self._keep_hot = keep_hot
+        self._lifts = Lifts()
         pending_bytes = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
         self._writers = {
             tier.name: WriteBehind(tier, pending_bytes, self._written) for tier in (self.lower if written is None else written)
@@ -110,32 +115,32 @@ class TierStack:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         prefix_only: bool = False,
         search_range: Sequence[str] | None = None,
+        recompute_s: float | None = None,
     ) -> list[Result]:
         """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
+
+        A tier whose reads are expected to last beyond the deadline is not asked: its chunks are misses with reason `deadline`.
 
         Args:
             keys: Their names.
             timeout_s: Deadline for the whole call; what has not come by then is a miss.
             prefix_only: Give back nothing behind the first miss.
             search_range: Names of the lower tiers that are asked; None means all.
+            recompute_s: What computing one chunk anew costs; the deadline is then at most that, for the chunks that are not hot.
 
         Returns:
             Results in the order of the keys; the caller owns every chunk.
         """
-        hot = self.hot.get_many(keys)
-        results: list[Result] = [self.hot.miss(key) if chunk is None else chunk for key, chunk in zip(keys, hot, strict=True)]
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        try:
-            for tier in self.lower:
-                missing = [i for i, result in enumerate(results) if isinstance(result, Miss)]
-                if not missing:
-                    break
-                if search_range is not None and tier.name not in search_range:
-                    continue
-                await self._fill(tier, keys, missing, results, deadline)
-        except BaseException:
-            _release(results, 0)
-            raise
+        began = asyncio.get_running_loop().time()
+        results = self._hot_results(keys)
+        missing = _missing(results)
+        if missing and self.lower:
+            limit_s = timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
+            try:
+                await self._fill_from_below(keys, results, began + limit_s, search_range)
+            except BaseException:
+                _release(results, 0)
+                raise
         if prefix_only:
             num_prefix = next((i for i, result in enumerate(results) if isinstance(result, Miss)), len(results))
             _release(results, num_prefix)
@@ -156,12 +161,18 @@ class TierStack:
         """Forget chunks in the tiers named (all when None); how many were in the one that held most."""
         await self._forget_writes(frozenset(keys).__contains__)
         counts = [await tier.batched_remove(keys) for tier in self._tiers_in(search_range)]
+        self._lifts.forget(frozenset(keys).__contains__)
+        if search_range is None or self.hot.name in search_range:
+            self.hot.remove_many(keys)  # what was lifted while the tiers below still had it
         return max(counts, default=0)
 
     async def clear(self, tenant: str | None = None, search_range: Sequence[str] | None = None) -> int:
         """Forget everything (of that tenant) in the tiers named (all when None); how many were in the one that held most."""
         await self._forget_writes(lambda key: tenant is None or key.tenant == tenant)
         counts = [await tier.clear(tenant) for tier in self._tiers_in(search_range)]
+        self._lifts.forget(lambda key: tenant is None or key.tenant == tenant)
+        if search_range is None or self.hot.name in search_range:
+            self.hot.clear_now(tenant)
         return max(counts, default=0)
 
     def _tiers_in(self, search_range: Sequence[str] | None) -> list[StorageBackend]:
@@ -193,25 +204,54 @@ class TierStack:
         except (TimeoutError, UnavailableError):
             return [False] * len(keys)
 
+    def _hot_results(self, keys: Sequence[ChunkKey]) -> list[Result]:
+        return [self.hot.miss(key) if chunk is None else chunk for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)]
+
+    async def _fill_from_below(
+        self, keys: Sequence[ChunkKey], results: list[Result], deadline: float, search_range: Sequence[str] | None
+    ) -> None:
+        """Fill in what the slower tiers bring by the deadline."""
+        clock = asyncio.get_running_loop().time
+        missing = _missing(results)
+        if self._keep_hot and await self._lifts.wait_for_others([keys[i] for i in missing], deadline - clock()):
+            for i, result in zip(missing, self._hot_results([keys[i] for i in missing]), strict=True):
+                results[i] = result
+            missing = _missing(results)
+        lift = self._lifts.begin([keys[i] for i in missing])
+        try:
+            for tier in self.lower:
+                missing = _missing(results)
+                if not missing:
+                    break
+                if search_range is None or tier.name in search_range:
+                    await self._fill(tier, keys, missing, results, deadline - clock(), lift)
+        finally:
+            self._lifts.end(lift)
+
     async def _fill(
-        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], deadline: float
+        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], limit_s: float, lift: Lift
     ) -> None:
         wanted = [keys[i] for i in missing]
-        try:
-            async with asyncio.timeout_at(deadline):
-                got = await tier.batched_get(wanted, self.hot.allocate)
-        except TimeoutError:
-            got = [Miss(MissReason.DEADLINE)] * len(wanted)
-        except UnavailableError:
-            got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
-        arrived = [result for result in got if isinstance(result, Chunk)]
+        got: Sequence[Result] = [Miss(MissReason.DEADLINE)] * len(wanted)
+        if limit_s > 0 and (not isinstance(tier, KnowsItsPrice) or tier.is_worth(len(wanted), limit_s)):
+            try:
+                async with asyncio.timeout(limit_s + GRACE_S):
+                    got = await tier.batched_get(wanted, self.hot.allocate, limit_s)
+            except TimeoutError:
+                pass
+            except UnavailableError:
+                got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
+        self._keep([result for result in got if isinstance(result, Chunk) and result.key not in lift.unwanted])
+        for i, result in zip(missing, got, strict=True):
+            if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:
+                results[i] = result
+
+    def _keep(self, arrived: Sequence[Chunk]) -> None:
+        """Keep what came from below hot."""
         if self._keep_hot:
             for chunk, is_kept in zip(arrived, self.hot.put_many(arrived), strict=True):
                 if is_kept:
                     self._written(chunk, self.hot.name)
-        for i, result in zip(missing, got, strict=True):
-            if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:
-                results[i] = result
 
     def _written(self, chunk: Chunk, tier: str) -> None:
         if self._listener is not None:
@@ -224,3 +264,7 @@ def _release(results: list[Result], start: int) -> None:
         if isinstance(result, Chunk):
             result.release()
             results[i] = Miss(MissReason.NEVER_STORED)
+
+
+def _missing(results: Sequence[Result]) -> list[int]:
+    return [i for i, result in enumerate(results) if isinstance(result, Miss)]

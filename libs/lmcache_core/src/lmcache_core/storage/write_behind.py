@@ -124,6 +124,9 @@ class WriteBehind:
         with contextlib.suppress(UnavailableError):
             known = await self._backend.batched_contains([chunk.key for chunk in batch])
             fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
+            for chunk in fresh:
+                if not chunk.is_sealed:
+                    await asyncio.to_thread(chunk.sealed)
             answers = iter(await self._backend.batched_put(fresh))
             kept = [is_known or next(answers) for is_known in known]
         for chunk, is_kept in zip(batch, kept, strict=True):

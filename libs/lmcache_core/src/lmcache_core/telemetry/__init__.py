@@ -2,6 +2,7 @@
 
 from lmcache_core.telemetry.counters import Counters
 from lmcache_core.telemetry.names import (
+    FAILED_CALLS_TOTAL,
     LABEL_REASON,
     LABEL_TIER,
     MISSED_CHUNKS_TOTAL,
@@ -21,6 +22,7 @@ from lmcache_core.telemetry.names import (
 
 __all__ = [
     "Counters",
+    "FAILED_CALLS_TOTAL",
     "LABEL_REASON",
     "LABEL_TIER",
     "MISSED_CHUNKS_TOTAL",

@@ -20,3 +20,5 @@ TIER_BYTES_TOTAL = "lmcache_tier_bytes_total"
 TIER_FAILURES_TOTAL = "lmcache_tier_failures_total"
 TIER_MICROSECONDS_TOTAL = "lmcache_tier_microseconds_total"
 """Time in calls of a tier. Counters are whole numbers, so this one is not in seconds."""
+
+FAILED_CALLS_TOTAL = "lmcache_failed_calls_total"

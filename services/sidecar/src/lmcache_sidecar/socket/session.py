@@ -216,7 +216,10 @@ class Session:
         if len(self._pinned) + len(request.keys) > MAX_PINS:
             raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
         names = self._names(request.keys)
-        results = _fit_for_one_answer(await self._context.stack.batched_get(names, request.deadline_ms / 1000, prefix_only=True))
+        recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
+        timeout_s = request.deadline_ms / 1000
+        got = await self._context.stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
+        results = _fit_for_one_answer(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         pinned: list[m.PinnedChunk] = []

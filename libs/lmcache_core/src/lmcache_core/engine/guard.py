@@ -1,0 +1,51 @@
+"""What becomes of a failure inside the cache: raised to the serving engine, or a miss (`error_handling`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
+
+logger = logging.getLogger(__name__)
+
+
+class Guard(Protocol):
+    """Stands around every call of the engine; chosen once, by `error_handling`."""
+
+    def __call__(self, operation: str) -> AbstractContextManager[None]:
+        """A context for one call of that name."""
+
+
+class RaisingGuard:
+    """Lets everything through."""
+
+    def __call__(self, operation: str) -> AbstractContextManager[None]:
+        """See `Guard.__call__`."""
+        return nullcontext()
+
+
+class DegradingGuard:
+    """Ends the call quietly, logged and counted, whatever failed in it; wrong arguments (`ValueError`) are raised all the same.
+
+    This is the degrading wrapper among the places where any exception is caught.
+
+    Args:
+        counters: Where failed calls are counted, by operation.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    @contextmanager
+    def __call__(self, operation: str) -> Iterator[None]:
+        """See `Guard.__call__`."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception:
+            self._counters.add(FAILED_CALLS_TOTAL, 1, operation)
+            logger.exception("%s failed; the serving engine goes on without the cache", operation)

@@ -1,0 +1,70 @@
+"""How fast the serving engine computes KV, and so what a chunk that is loaded saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+RISE = 0.5
+FALL = 0.05
+"""A faster prefill than believed is believed at once (deadlines become shorter: the safe side); a slower one may be queueing."""
+MAX_OPEN_PREFILLS = 256
+MAX_PREFILL_S = 60.0
+MIN_PREFILL_S = 1e-4
+
+
+class PrefillRate:
+    """Tokens per second, configured or learned. Thread-safe.
+
+    It learns from the engine's own calls: between the `retrieve` that misses a chunk and the `store` that brings it, the serving
+    engine computed the tokens from there on. Queueing makes that time longer than the prefill, never shorter.
+
+    Args:
+        tokens_per_s: Configured rate; None to learn it.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, tokens_per_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._configured = tokens_per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._learned: float | None = None
+        self._open: OrderedDict[Hashable, float] = OrderedDict()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate; None while nothing is known."""
+        return self._configured if self._configured is not None else self._learned
+
+    def recompute_s(self, num_tokens: int) -> float | None:
+        """Seconds that computing so many tokens takes; None while nothing is known."""
+        rate = self.tokens_per_s
+        return None if rate is None else num_tokens / rate
+
+    def note(self, num_tokens: int, elapsed_s: float) -> None:
+        """The serving engine computed so many tokens in that time."""
+        if num_tokens <= 0 or not MIN_PREFILL_S <= elapsed_s <= MAX_PREFILL_S:
+            return
+        rate = num_tokens / elapsed_s
+        with self._lock:
+            if self._learned is None:
+                self._learned = rate
+            else:
+                self._learned += (RISE if rate > self._learned else FALL) * (rate - self._learned)
+
+    def missed(self, key: Hashable) -> None:
+        """A retrieve found everything in front of this chunk, and not this one: the serving engine begins to compute."""
+        with self._lock:
+            self._open[key] = self._clock()
+            self._open.move_to_end(key)
+            if len(self._open) > MAX_OPEN_PREFILLS:
+                self._open.popitem(last=False)
+
+    def stored(self, key: Hashable, num_tokens: int) -> None:
+        """A store begins with this chunk and brings so many tokens."""
+        with self._lock:
+            began = self._open.pop(key, None)
+        if began is not None:
+            self.note(num_tokens, self._clock() - began)

@@ -1,0 +1,145 @@
+"""Chunks between the serving engine's memory and the chunk store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from lmcache_core.concurrency import Workers
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine.chunk_store import ChunkStore
+from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.buffer import BytesBufferMemoryObj
+from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec
+from lmcache_core.telemetry import (
+    MISSED_CHUNKS_TOTAL,
+    RETRIEVED_BYTES_TOTAL,
+    RETRIEVED_CHUNKS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_BYTES_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+    Counters,
+)
+
+HOT_TIER = "Hot"
+NamedChunk = tuple[int, int, CacheEngineKey]
+"""First token, one behind the last, key."""
+
+
+class KVTransfer:
+    """Fills chunks from the serving engine and the serving engine from chunks.
+
+    Args:
+        store: Where chunks are kept.
+        gpu_connector: Copies between the serving engine's KV and memory objects.
+        metadata: What the KV is.
+        counters: Where chunks are counted.
+        workers: Threads for digests.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        gpu_connector: GPUConnectorInterface,
+        metadata: LMCacheEngineMetadata,
+        counters: Counters,
+        workers: Workers,
+    ) -> None:
+        self._store = store
+        self._gpu_connector = gpu_connector
+        self._dtype = metadata.kv_dtype_name
+        self._counters = counters
+        self._workers = workers
+
+    def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> None:
+        """Copy these chunks out of the serving engine and make them visible, as many from the first as there is memory for."""
+        shapes = [self._gpu_connector.get_shape(end - start) for start, end, _ in named]
+        reserved = self._store.reserve(shapes, self._dtype)
+        put: list[Chunk] = []
+        digests: list[Future[Chunk]] = []
+        try:
+            filled: list[Chunk] = []
+            for (start, end, key), memory in zip(named, takewhile(lambda obj: obj is not None, reserved), strict=False):
+                assert memory is not None
+                self._gpu_connector.from_gpu(memory, start, end, **kwargs)
+                filled.append(self._describe(key, memory, end - start))
+                if self._store.needs_digests:  # this chunk's, in a thread, while the next one is copied
+                    digests.append(self._workers.submit(filled[-1].sealed))
+            for digest in digests:
+                digest.result()
+            put = filled
+            self._count_stored(put, self._store.put(put), len(named))
+        finally:
+            wait(digests)  # memory that is given back must not be read any more
+            self._store.release(put)
+            self._store.abort([memory for memory in reserved[len(put) :] if memory is not None])
+
+    def load(self, named: Sequence[NamedChunk], recompute_s: float | None, kwargs: dict[str, Any]) -> int:
+        """Copy chunks into the serving engine.
+
+        Args:
+            named: Which; in order.
+            recompute_s: What computing one of them anew costs, None when not known.
+            kwargs: For the GPU connector.
+
+        Returns:
+            How many, from the first, are there now.
+        """
+        chunks = self._store.get([key for _, _, key in named], recompute_s)
+        num_loaded = 0
+        try:
+            for (start, end, key), chunk in zip(named, chunks, strict=False):
+                reason = self._misfit(chunk, key, end - start)
+                if reason is not None:
+                    self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
+                    break
+                self._gpu_connector.to_gpu(self._as_kv(chunk, end - start), start, end, **kwargs)
+                num_loaded += 1
+        finally:
+            were_held = self._store.release(chunks)
+        if not were_held:
+            self._counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
+            return 0
+        for (start, end, _), chunk in zip(named, chunks[:num_loaded], strict=False):
+            self._count_retrieved(chunk, end - start)
+        return num_loaded
+
+    def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
+        header = RecordHeader(key.canonical(), RAW_SERDE, "", False, self._tensors(num_tokens), UNSEALED_DIGEST)
+        return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
+
+    def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
+        shape = tuple(self._gpu_connector.get_shape(num_tokens))
+        return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
+
+    def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
+        """Why a chunk is not exactly the KV that the connector takes (raw, lossless, these tensors and nothing else); None if it is."""
+        if chunk.key.key != key:
+            return MissReason.IDENTITY
+        header, tensors = chunk.described, self._tensors(num_tokens)
+        is_kv = header.serde == RAW_SERDE and not header.lossy and header.tensors == tensors
+        is_whole = chunk.memory.get_size() == tensors[-1].offset + tensors[-1].length
+        return None if is_kv and is_whole else MissReason.LAYOUT
+
+    def _as_kv(self, chunk: Chunk, num_tokens: int) -> MemoryObj:
+        """The chunk's bytes as the KV_BLOB that the connector takes; borrows the chunk's reference."""
+        shape = torch.Size(self._gpu_connector.get_shape(num_tokens))
+        return BytesBufferMemoryObj(chunk.memory.byte_array, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
+
+    def _count_stored(self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int) -> None:
+        self._counters.add(STORED_CHUNKS_TOTAL, sum(stored))
+        self._counters.add(STORED_BYTES_TOTAL, sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept))
+        self._counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored))
+
+    def _count_retrieved(self, chunk: Chunk, num_tokens: int) -> None:
+        self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, chunk.tier)
+        self._counters.add(RETRIEVED_CHUNKS_TOTAL, 1, chunk.tier)
+        self._counters.add(RETRIEVED_BYTES_TOTAL, chunk.memory.get_size(), chunk.tier)
