@@ -25,7 +25,7 @@ UNSAFE_CALLS = {"eval", "exec"}
 # Where any exception may be caught and not raised again: the task supervisor.
 BROAD_EXCEPT_PLACES = {"libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py"}
 # Who may read the environment: settings and the engine's config.
-ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config\.py)$")
+ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config/sources\.py)$")
 # Constructors whose parameters the documented API fixes.
 DOCUMENTED_PARAMETERS = {"blend", "__init__", "from_defaults", "from_legacy"}
 

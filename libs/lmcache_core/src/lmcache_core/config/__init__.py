@@ -1,0 +1,30 @@
+"""The engine's configuration and the descriptions of what KV it handles. No torch at run time: dtypes may be given by their names.
+
+ConfigError
+    raised for whatever is unknown, impossible or contradictory; its text names the option, the value and the fix, never a secret
+"""
+
+from __future__ import annotations
+
+from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
+from lmcache_core.config.legacy import DEFAULT_DISK_GB, DEFAULT_DISK_PATH, LEGACY_BACKENDS
+from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
+from lmcache_core.config.options import EVICTION_POLICIES, REMOTE_SCHEMES, VERIFY_HOT_MODES, Option
+from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
+
+__all__ = [
+    "CONFIG_FILE_ENV",
+    "DEFAULT_DISK_GB",
+    "DEFAULT_DISK_PATH",
+    "ENV_PREFIX",
+    "EVICTION_POLICIES",
+    "LEGACY_BACKENDS",
+    "LMCacheEngineConfig",
+    "LMCacheEngineMetadata",
+    "LMCacheMemPoolMetadata",
+    "OPTIONS",
+    "Option",
+    "REMOTE_SCHEMES",
+    "SERVICE_ENV_PREFIXES",
+    "VERIFY_HOT_MODES",
+]

@@ -1,0 +1,100 @@
+"""Options that are fine alone and cannot be had together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from lmcache_core.config.options import Option
+from lmcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_core.config.engine_config import LMCacheEngineConfig
+
+TOKEN_SCHEMES = ("lm", "http", "https")
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Options that contradict one another.
+
+    Attributes:
+        names: The options, as the refusal shows them.
+        holds: Whether a config has it.
+        why: The reason, and what to do instead.
+    """
+
+    names: tuple[str, ...]
+    holds: Callable[[LMCacheEngineConfig], bool]
+    why: str
+
+
+CONTRADICTIONS = (
+    Contradiction(
+        ("local_disk", "max_local_disk_size"),
+        lambda c: c.local_disk is not None and c.max_local_disk_size <= 0,
+        "a disk without room keeps nothing; set max_local_disk_size to its size in GB",
+    ),
+    Contradiction(
+        ("max_local_cpu_size",),
+        lambda c: c.sidecar_socket is None and c.max_local_cpu_size <= 0,
+        "chunks pass through host memory on their way to and from every tier, with local_cpu off too; give it some GB",
+    ),
+    Contradiction(
+        ("local_cpu",),
+        lambda c: not (c.local_cpu or c.local_disk or c.remote_url or c.sidecar_socket),
+        "nothing is left to keep chunks in; set local_cpu to true, or one of local_disk, remote_url, sidecar_socket",
+    ),
+    Contradiction(
+        ("enable_p2p", "lookup_url", "distributed_url"),
+        lambda c: c.enable_p2p and (c.lookup_url is None or c.distributed_url is None),
+        "peers are found through lookup_url and reach this pod at distributed_url; set both, or enable_p2p to false",
+    ),
+    Contradiction(
+        ("enable_p2p", "sidecar_socket"),
+        lambda c: c.enable_p2p and c.sidecar_socket is None,
+        "peers are asked and served by the pod's sidecar; set sidecar_socket to its socket, or enable_p2p to false",
+    ),
+    Contradiction(
+        ("enable_p2p", "lookup_url"),
+        lambda c: c.enable_p2p and not str(c.lookup_url).startswith(("http://", "https://")),
+        "the lookup service speaks HTTP; set lookup_url to http://host:port",
+    ),
+    Contradiction(
+        ("enable_p2p", "distributed_url"),
+        lambda c: c.enable_p2p and not str(c.distributed_url).startswith("lm://"),
+        "peers speak lm; set distributed_url to lm://host:port",
+    ),
+    Contradiction(
+        ("remote_token_file", "remote_url"),
+        lambda c: bool(c.remote_token_file and c.remote_url) and urlsplit(c.remote_url).scheme not in TOKEN_SCHEMES,
+        f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its URL, and leave remote_token_file out",
+    ),
+)
+
+
+def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Option]) -> None:
+    """Refuse a config whose options contradict one another.
+
+    Args:
+        config: Each of its values is possible.
+        options: All options.
+
+    Raises:
+        ConfigError: They do; the text names the options, their values and the fix, and no secret.
+    """
+    for contradiction in CONTRADICTIONS:
+        if contradiction.holds(config):
+            values = ", ".join(f"{name}={options[name].shown(getattr(config, name))}" for name in contradiction.names)
+            raise ConfigError(f"{values}: {contradiction.why}")
+    if config.sidecar_socket is None:
+        return
+    for name, option in options.items():
+        value = getattr(config, name)
+        if option.about.beside_sidecar and value not in (None, option.default):
+            raise ConfigError(
+                f"{name}={option.shown(value)}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's; "
+                f"{option.about.beside_sidecar}"
+            )

@@ -1,0 +1,296 @@
+"""The engine's configuration. Its fields are the one table of options: types, defaults, units, checks and meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from lmcache_core.config import sources
+from lmcache_core.config.contradictions import refuse_contradictions
+from lmcache_core.config.legacy import DEFAULT_DISK_GB, tiers_of
+from lmcache_core.config.options import (
+    DIRECTORY_URL,
+    EVICTION_POLICIES,
+    NON_EMPTY,
+    REMOTE_URL,
+    VERIFY_HOT_MODES,
+    about,
+    did_you_mean,
+    options_of,
+)
+from lmcache_core.errors import ConfigError
+
+_TEN_YEARS_S = 10 * 365 * 86400
+
+
+@dataclass(frozen=True, repr=False)
+class LMCacheEngineConfig:
+    """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with it, and in docs/configuration.md.
+
+    The first fifteen are the documented ones, in their order, with their defaults in `from_defaults`. The others are this library's own.
+
+    Raises:
+        ConfigError: A value is impossible, or contradicts another.
+    """
+
+    chunk_size: int = field(
+        metadata=about("Chunks", "Tokens in a chunk, the unit that is hashed, stored and found.", unit="tokens", low=1, high=65536)
+    )
+    local_cpu: bool = field(metadata=about("Host memory", "Keep chunks in host memory."))
+    max_local_cpu_size: float = field(
+        metadata=about(
+            "Host memory",
+            "Host memory for chunks. Needed with `local_cpu` off too: chunks pass through it. Beside a sidecar unused: its `arena_gb`.",
+            unit="GB",
+            low=0,
+            high=1 << 20,
+        )
+    )
+    local_disk: str | None = field(
+        metadata=about("Disk", "Directory for chunks.", form=DIRECTORY_URL, beside_sidecar="set the sidecar's disk_path and disk_gb")
+    )
+    max_local_disk_size: float = field(
+        metadata=about("Disk", "Disk space for chunks. A file that names `local_disk` alone gets 5.", unit="GB", low=0, high=1 << 24)
+    )
+    remote_url: str | None = field(
+        metadata=about(
+            "Remote tier",
+            "Where chunks are shared. With nobody listening it costs one refused connection and one log line, then its breaker opens. "
+            "From a file or the environment the default is none.",
+            form=REMOTE_URL,
+            beside_sidecar="set the sidecar's remote_url",
+        )
+    )
+    remote_serde: str | None = field(
+        metadata=about(
+            "Remote tier",
+            "How chunks are encoded for the remote tier: as they are. `none` means the same.",
+            choices=("naive",),
+            hint="KV travels uncompressed in this release, so set it to naive",
+        )
+    )
+    save_decode_cache: bool = field(
+        metadata=about("Chunks", "Also store the KV of generated tokens, so that the next turn of a conversation finds the answer too.")
+    )
+    enable_blending: bool = field(
+        metadata=about(
+            "Blending",
+            "Reuse chunks that are not a prefix.",
+            choices=(False,),
+            hint="blending is not in this release, so set it to false",
+        )
+    )
+    blend_recompute_ratio: float = field(metadata=about("Blending", "Share of the tokens that blending recomputes.", low=0, high=1))
+    blend_min_tokens: int = field(metadata=about("Blending", "Shortest prompt that is blended.", unit="tokens", low=0, high=(1 << 31) - 1))
+    enable_p2p: bool = field(
+        metadata=about(
+            "Peers",
+            "Share with other pods, as the pod's sidecar does: needs `sidecar_socket`, `lookup_url`, `distributed_url`.",
+        )
+    )
+    lookup_url: str | None = field(
+        metadata=about("Peers", "The lookup service, `http(s)://host:port`. Without `enable_p2p` unused.", form=NON_EMPTY)
+    )
+    distributed_url: str | None = field(
+        metadata=about("Peers", "Where peers reach this pod, `lm://host:port`. Without `enable_p2p` unused.", form=NON_EMPTY)
+    )
+    error_handling: bool = field(
+        metadata=about(
+            "Time and failures",
+            "True: whatever goes wrong inside the cache while the engine calls it is logged, counted and answered as a miss. False: it is "
+            "raised. Wrong arguments raise ValueError in either case.",
+        )
+    )
+    _: KW_ONLY
+    sidecar_socket: str | None = field(
+        default=None,
+        metadata=about("Sidecar", "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.", form=NON_EMPTY),
+    )
+    verify_hot: str = field(
+        default="always",
+        metadata=about(
+            "Host memory",
+            "Check the digest of chunks that are loaded from host memory: each, 1 in 16, or none. What comes from elsewhere always is.",
+            choices=VERIFY_HOT_MODES,
+            beside_sidecar="set the sidecar's verify_hot",
+        ),
+    )
+    tier_timeout_s: float = field(
+        default=2.0,
+        metadata=about("Time and failures", "Longest wait on a tier or the sidecar.", unit="seconds", low=0.001, high=3600),
+    )
+    salt: str = field(
+        default="",
+        metadata=about(
+            "Chunks",
+            "Second line between tenants: part of every chunk's hash, so that chunks made under another salt are never found. A secret.",
+            secret=True,
+            beside_sidecar="set the sidecar's salt_file",
+        ),
+    )
+    eviction_policy: str = field(
+        default="s3fifo",
+        metadata=about(
+            "Host memory",
+            "Which chunks go first when memory is full.",
+            choices=EVICTION_POLICIES,
+            beside_sidecar="leave it out, the sidecar decides what its memory keeps",
+        ),
+    )
+    chunk_ttl_s: float | None = field(
+        default=None,
+        metadata=about(
+            "Chunks",
+            "How long a chunk is served after it was stored; none: for ever.",
+            unit="seconds",
+            low=0.001,
+            high=_TEN_YEARS_S,
+            beside_sidecar="leave it out, the sidecar decides how long it keeps chunks",
+        ),
+    )
+    prefill_tokens_per_s: float | None = field(
+        default=None,
+        metadata=about(
+            "Time and failures",
+            "How fast the engine computes a prompt; none: learned. Gives each retrieve its deadline, at most `tier_timeout_s`.",
+            unit="tokens per second",
+            low=0.001,
+            high=10**9,
+        ),
+    )
+    close_drain_s: float = field(
+        default=5.0,
+        metadata=about(
+            "Time and failures", "How long closing waits for what slower tiers have still to write.", unit="seconds", low=0, high=3600
+        ),
+    )
+    disk_fsync: bool = field(
+        default=False,
+        metadata=about(
+            "Disk",
+            "Wait until the disk has each chunk. Without it a power cut may cost the newest ones; what survives is whole either way.",
+            beside_sidecar="set the sidecar's disk_fsync",
+        ),
+    )
+    remote_token_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Remote tier",
+            "File with the bearer token for `remote_url`, if that is lm, http or https.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's service_token_file",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS.values():
+            option.check(getattr(self, option.name))
+        refuse_contradictions(self, OPTIONS)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={option.shown(getattr(self, name))}" for name, option in OPTIONS.items())
+        return f"{type(self).__name__}({values})"
+
+    @staticmethod
+    def from_defaults(
+        chunk_size: int = 256,
+        local_cpu: bool = True,
+        max_local_cpu_size: float = 5.0,
+        local_disk: str | None = None,
+        max_local_disk_size: float = 0,
+        remote_url: str | None = "lm://localhost:65432",
+        remote_serde: str | None = "naive",
+        save_decode_cache: bool = False,
+        enable_blending: bool = False,
+        blend_recompute_ratio: float = 0.15,
+        blend_min_tokens: int = 256,
+        enable_p2p: bool = False,
+        lookup_url: str | None = None,
+        distributed_url: str | None = None,
+        error_handling: bool = False,
+        **options: Any,
+    ) -> LMCacheEngineConfig:
+        """The documented defaults; `options` are further attributes of this class.
+
+        Raises:
+            ConfigError: An option is unknown, its value impossible, or it contradicts another.
+        """
+        return _build(_flat(locals()), "from_defaults")
+
+    @staticmethod
+    def from_legacy(
+        chunk_size: int = 256,
+        backend: str = "cpu",
+        remote_url: str | None = "lm://localhost:65432",
+        remote_serde: str | None = "naive",
+        save_decode_cache: bool = False,
+        enable_blending: bool = False,
+        blend_recompute_ratio: float = 0.15,
+        blend_min_tokens: int = 256,
+        max_local_disk_size: float = 0.0,
+        enable_p2p: bool = False,
+        lookup_url: str | None = None,
+        distributed_url: str | None = None,
+        error_handling: bool = False,
+        **options: Any,
+    ) -> LMCacheEngineConfig:
+        """A config from one of the documented backend names (`cpu`, `local_disk`, `remote`, `local_cpu_disk_remote` …).
+
+        Args other than `backend` are attributes of this class; the backend decides which tiers there are. A disk has 5 GB unless
+        `max_local_disk_size` says more or less.
+
+        Raises:
+            ConfigError: The backend or an option is unknown, or an option contradicts the backend.
+        """
+        values = _flat(locals())
+        del values["backend"]
+        return _build(values | tiers_of(backend, values), "from_legacy")
+
+    @staticmethod
+    def from_file(file_path: str) -> LMCacheEngineConfig:
+        """A config from a YAML file; names that it leaves out have their default, and no remote tier.
+
+        LMCache's own names are accepted where they mean the same (docs/configuration.md).
+
+        Raises:
+            ConfigError: The file cannot be read, is not a mapping, or an option in it is wrong.
+        """
+        return _build(_of_file(file_path), file_path)
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
+        """Defaults without a remote tier, overridden by the file that `LMCACHE_CONFIG_FILE` names, overridden by `LMCACHE_<OPTION>`.
+
+        Args:
+            environ: Instead of the process's environment.
+
+        Raises:
+            ConfigError: A variable with our prefix names no option, its value cannot be read, or `from_file` would refuse the file.
+        """
+        variables = sources.read_environment(environ)
+        path = variables.get(sources.CONFIG_FILE_ENV)
+        values = _of_file(path) if path else {"remote_url": None}
+        return _build(values | sources.values_of_environment(variables, OPTIONS), "environment")
+
+
+OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
+
+
+def _of_file(path: str) -> dict[str, Any]:
+    values = sources.values_of_file(path, OPTIONS)
+    if values.get("local_disk") is not None:
+        values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
+    return {"remote_url": None} | values
+
+
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function, those in its `**options` among them."""
+    return {**{name: value for name, value in arguments.items() if name != "options"}, **arguments["options"]}
+
+
+def _build(values: Mapping[str, Any], origin: str) -> LMCacheEngineConfig:
+    for name in values:
+        if name not in OPTIONS:
+            raise ConfigError(f"{origin}: unknown option {name!r}{did_you_mean(str(name), OPTIONS)}")
+    return LMCacheEngineConfig(**{name: values.get(name, option.default) for name, option in OPTIONS.items()})

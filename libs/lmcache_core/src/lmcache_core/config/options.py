@@ -1,0 +1,204 @@
+"""What is known about one option: type, unit, allowed values, meaning. Checks, the environment's reader and the documentation use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, NoneType
+from typing import Any
+from urllib.parse import urlsplit
+
+from lmcache_core.errors import ConfigError
+
+REMOTE_SCHEMES = ("lm", "redis", "rediss", "redis-sentinel", "http", "https", "file")
+VERIFY_HOT_MODES = ("always", "sampled", "never")
+EVICTION_POLICIES = ("s3fifo", "lru")
+MAX_SHOWN_CHARS = 200
+_METADATA_KEY = "option"
+_SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
+_KIND_NAMES = MappingProxyType({bool: "true or false", int: "whole number", float: "number", str: "text"})
+
+
+@dataclass(frozen=True)
+class Form:
+    """A shape that a text must have.
+
+    Attributes:
+        fits: Whether a text has it.
+        wanted: The shape, for people.
+    """
+
+    fits: Callable[[str], bool]
+    wanted: str
+
+
+@dataclass(frozen=True)
+class About:
+    """What the model says of an option beside its name, type and default.
+
+    Attributes:
+        group: Heading in the documentation.
+        meaning: One or two sentences.
+        unit: Unit of a number.
+        low: Least number.
+        high: Greatest number.
+        choices: The only values, where they are few.
+        form: The shape of a text.
+        hint: Added to a refusal: why, and what to do instead.
+        secret: Never shown.
+        beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where it may be set there too.
+    """
+
+    group: str
+    meaning: str
+    unit: str = ""
+    low: float = 0
+    high: float = 0
+    choices: tuple[Any, ...] = ()
+    form: Form | None = None
+    hint: str = ""
+    secret: bool = False
+    beside_sidecar: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the engine.
+
+    Attributes:
+        name: Its name; `LMCACHE_<NAME>` in the environment.
+        kind: bool, int, float or str.
+        optional: Whether None is a value.
+        default: Its value in `from_defaults`.
+        documented: One of the documented fifteen; the others are this library's own.
+        about: The rest.
+    """
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    documented: bool
+    about: About
+
+    @property
+    def kind_name(self) -> str:
+        """Its type, for people."""
+        return _KIND_NAMES[self.kind]
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, for people."""
+        about = self.about
+        if about.choices:
+            text = ("" if len(about.choices) == 1 else "one of ") + ", ".join(_as_yaml(choice) for choice in about.choices)
+        elif self.kind in (int, float):
+            text = f"{'a whole number' if self.kind is int else 'a number'} in {_as_yaml(about.low)} … {_as_yaml(about.high)}"
+        elif about.form is not None:
+            text = about.form.wanted
+        else:
+            text = self.kind_name
+        return f"{text}, or none" if self.optional else text
+
+    def check(self, value: Any) -> None:
+        """Refuse an impossible value.
+
+        Raises:
+            ConfigError: The value is not allowed; the text shows no secret.
+        """
+        if not self._holds(value):
+            unit = f" ({self.about.unit})" if self.about.unit else ""
+            hint = f"; {self.about.hint}" if self.about.hint else ""
+            raise ConfigError(f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{hint}")
+
+    def shown(self, value: Any) -> str:
+        """A value as people may see it: neither a secret nor the credentials in a URL."""
+        return "…" if self.about.secret and value != "" else shown(value)
+
+    def _holds(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        kinds = (int, float) if self.kind is float else (self.kind,)
+        if type(value) not in kinds:  # exactly: True is no number
+            return False
+        if self.about.choices:
+            return value in self.about.choices
+        if self.kind in (int, float):
+            return bool(self.about.low <= value <= self.about.high)  # also false for NaN
+        return self.about.form is None or self.about.form.fits(value)
+
+
+def about(group: str, meaning: str, **facts: Any) -> dict[str, About]:
+    """Metadata of a dataclass field that is an option; see `About`."""
+    return {_METADATA_KEY: About(group, meaning, **facts)}
+
+
+def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[str, Option]:
+    """The options of a dataclass whose fields all carry `about(...)`, in their order.
+
+    Args:
+        model: The dataclass; a field with a default is one of this library's own.
+        documented_defaults: The function whose parameters' defaults are those of the other fields.
+    """
+    hints = typing.get_type_hints(model)
+    parameters = inspect.signature(documented_defaults).parameters
+    found = {}
+    for field in dataclasses.fields(model):
+        kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
+        documented = field.default is dataclasses.MISSING
+        default = parameters[field.name].default if documented else field.default
+        found[field.name] = Option(field.name, kinds[0], NoneType in kinds, default, documented, field.metadata[_METADATA_KEY])
+    return MappingProxyType(found)
+
+
+def shown(value: Any) -> str:
+    """A value as an error may show it: bounded, without a URL's credentials and query; of a mapping only the names."""
+    text = f"{{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else repr(value)
+    quote = text[0] if text[:1] in ("'", '"') else ""
+    before, at, after = text.rpartition("@")
+    if at:
+        scheme = _SCHEME.match(before)
+        text = (scheme[0] if scheme else quote) + "…@" + after
+    if "://" in text and "?" in text:
+        text = text.partition("?")[0] + "?…" + quote
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is none: the nearest one, or all."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def is_remote_url(text: str) -> bool:
+    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host (for `file`: a path)."""
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    if parts.scheme == "file":
+        return is_directory_url(text)
+    return parts.scheme in REMOTE_SCHEMES and bool(parts.netloc.rpartition("@")[2])
+
+
+def is_directory_url(text: str) -> bool:
+    """Whether a text is `file:///dir/`, one directory below the root."""
+    path = text.removeprefix("file://")
+    return path != text and path.startswith("/") and path.strip("/") != "" and not set(path) & set("?#,")
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
+
+
+REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}")
+DIRECTORY_URL = Form(is_directory_url, "a directory as file:///dir/ (with ?, # and comma written as %3F, %23, %2C)")
+NON_EMPTY = Form(lambda text: text.strip() != "", "text")

@@ -1,0 +1,134 @@
+"""Where options come from: the environment and YAML files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
+from lmcache_core.config.options import Option, did_you_mean, shown
+from lmcache_core.errors import ConfigError
+
+ENV_PREFIX = "LMCACHE_"
+SERVICE_ENV_PREFIXES = tuple(f"{ENV_PREFIX}{name}_" for name in ("STORAGE", "LOOKUP", "BROKER", "SIDECAR", "CTL", "DEMO"))
+CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
+MAX_FILE_BYTES = 1 << 20
+IGNORED_ENV_NAMES = ("LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE")
+_NONE_TEXTS = ("", "none", "null")
+# What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so: LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://…
+_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables with our prefix, of the process or of `environ`."""
+    variables = os.environ if environ is None else environ
+    return {name: text for name, text in variables.items() if name.startswith(ENV_PREFIX)}
+
+
+def values_of_environment(variables: Mapping[str, str], options: Mapping[str, Option]) -> dict[str, Any]:
+    """The options that variables set.
+
+    Args:
+        variables: See `read_environment`.
+        options: All options.
+
+    Raises:
+        ConfigError: A variable names no option, or its text cannot be read.
+    """
+    named: dict[str, Any] = {}
+    for variable, text in variables.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in options:
+            named[name] = _parse(options[name], text)
+        elif _is_somebody_elses(variable, text):
+            continue
+        elif name in FOREIGN_NAMES:
+            named[name] = _parse_foreign(text)
+        else:
+            raise ConfigError(f"environment: {variable} names no option{did_you_mean(name, options)}")
+    return in_our_names(named, options, "environment")
+
+
+def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
+    """The options that a YAML file sets.
+
+    Args:
+        path: The file, at most `MAX_FILE_BYTES` long.
+        options: All options.
+
+    Raises:
+        ConfigError: The file cannot be read, is no mapping, names something twice, or says what `in_our_names` refuses. The text shows
+            none of the file's contents.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: is longer than {MAX_FILE_BYTES} bytes; is it the right file?")
+    data = _parse_yaml(text, path)
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold a mapping of options, not {type(data).__name__}")
+    named = {name: None if value == "" and name in options and options[name].optional else value for name, value in data.items()}
+    return in_our_names(named, options, path)
+
+
+def _parse_yaml(text: bytes, path: str) -> Any:
+    """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a file may hold a secret."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{place}: is not valid YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
+    if isinstance(root, yaml.MappingNode):
+        times = Counter(key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode))
+        for name, count in times.items():
+            if count > 1:
+                raise ConfigError(f"{path}: names {name!r} {count} times; keep one of them")
+    return data
+
+
+def _is_somebody_elses(variable: str, text: str) -> bool:
+    return (
+        variable in (CONFIG_FILE_ENV, *IGNORED_ENV_NAMES)
+        or variable.startswith(SERVICE_ENV_PREFIXES)
+        or _LINK_NAME.search(variable) is not None
+        or _LINK_VALUE.match(text) is not None
+    )
+
+
+def _parse(option: Option, text: str) -> Any:
+    stripped = text.strip()
+    if option.optional and stripped.lower() in _NONE_TEXTS:
+        return None
+    if option.kind is str:
+        return text
+    try:
+        if option.kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[stripped.lower()]
+        return option.kind(stripped)
+    except (KeyError, ValueError):
+        wanted = "true or false" if option.kind is bool else f"a {option.kind_name}"
+        raise ConfigError(f"environment: {ENV_PREFIX}{option.name.upper()}={shown(text)}: must be {wanted}") from None
+
+
+def _parse_foreign(text: str) -> Any:
+    """Lists, mappings and truth values are written as in YAML; whatever is none is text."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text

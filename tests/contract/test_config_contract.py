@@ -1,0 +1,149 @@
+"""The documented configuration API, literally: names, order, defaults. And the list of options, which only grows on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lmcache_core.config import OPTIONS, LMCacheEngineConfig, LMCacheEngineMetadata, LMCacheMemPoolMetadata
+
+FROM_DEFAULTS = [
+    ("chunk_size", 256),
+    ("local_cpu", True),
+    ("max_local_cpu_size", 5.0),
+    ("local_disk", None),
+    ("max_local_disk_size", 0),
+    ("remote_url", "lm://localhost:65432"),
+    ("remote_serde", "naive"),
+    ("save_decode_cache", False),
+    ("enable_blending", False),
+    ("blend_recompute_ratio", 0.15),
+    ("blend_min_tokens", 256),
+    ("enable_p2p", False),
+    ("lookup_url", None),
+    ("distributed_url", None),
+    ("error_handling", False),
+]
+FROM_LEGACY = [
+    ("chunk_size", 256),
+    ("backend", "cpu"),
+    ("remote_url", "lm://localhost:65432"),
+    ("remote_serde", "naive"),
+    ("save_decode_cache", False),
+    ("enable_blending", False),
+    ("blend_recompute_ratio", 0.15),
+    ("blend_min_tokens", 256),
+    ("max_local_disk_size", 0.0),
+    ("enable_p2p", False),
+    ("lookup_url", None),
+    ("distributed_url", None),
+    ("error_handling", False),
+]
+OURS = [
+    ("sidecar_socket", None),
+    ("verify_hot", "always"),
+    ("tier_timeout_s", 2.0),
+    ("salt", ""),
+    ("eviction_policy", "s3fifo"),
+    ("chunk_ttl_s", None),
+    ("prefill_tokens_per_s", None),
+    ("close_drain_s", 5.0),
+    ("disk_fsync", False),
+    ("remote_token_file", None),
+]
+# A value of each documented option that differs from its default and from all others, where it can.
+PLACED: dict[str, Any] = {
+    "chunk_size": 64,
+    "local_cpu": False,
+    "max_local_cpu_size": 1.5,
+    "local_disk": "file:///d/",
+    "max_local_disk_size": 2.5,
+    "remote_url": "lm://h:1",
+    "remote_serde": None,
+    "save_decode_cache": True,
+    "enable_blending": False,
+    "blend_recompute_ratio": 0.5,
+    "blend_min_tokens": 9,
+    "enable_p2p": False,
+    "lookup_url": "http://l:1",
+    "distributed_url": "lm://d:1",
+    "error_handling": True,
+}
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("function", "documented"), [(LMCacheEngineConfig.from_defaults, FROM_DEFAULTS), (LMCacheEngineConfig.from_legacy, FROM_LEGACY)]
+)
+def test_the_documented_parameters_and_defaults(function: Callable[..., Any], documented: list[tuple[str, Any]]) -> None:
+    *named, further = parameters_of(function)
+    assert [(p.name, p.default, type(p.default)) for p in named] == [(name, default, type(default)) for name, default in documented]
+    assert {p.kind for p in named} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert further.kind is inspect.Parameter.VAR_KEYWORD
+
+
+def test_what_from_defaults_makes() -> None:
+    assert dataclasses.asdict(LMCacheEngineConfig.from_defaults()) == dict(FROM_DEFAULTS + OURS)
+
+
+def test_what_from_legacy_makes() -> None:
+    assert LMCacheEngineConfig.from_legacy() == LMCacheEngineConfig.from_defaults(remote_url=None)
+    made = dataclasses.asdict(LMCacheEngineConfig.from_legacy(backend="remote"))
+    assert made == dict(FROM_DEFAULTS + OURS) | {"local_cpu": False}
+
+
+def test_the_constructor_takes_the_documented_fifteen_by_place() -> None:
+    config = LMCacheEngineConfig(*PLACED.values())
+    assert list(PLACED) == [name for name, _ in FROM_DEFAULTS]
+    assert {name: getattr(config, name) for name in PLACED} == PLACED
+    assert config == LMCacheEngineConfig.from_defaults(*PLACED.values())
+    with pytest.raises(TypeError):
+        LMCacheEngineConfig(*list(PLACED.values())[:14])
+    with pytest.raises(TypeError):
+        LMCacheEngineConfig(*PLACED.values(), None)  # type: ignore[misc]
+
+
+def test_from_legacy_takes_the_documented_thirteen_by_place() -> None:
+    values = PLACED | {"backend": "local_disk_remote"}
+    config = LMCacheEngineConfig.from_legacy(*(values[name] for name, _ in FROM_LEGACY))
+    for name, _ in FROM_LEGACY:
+        if name != "backend":
+            assert getattr(config, name) == PLACED[name], name
+
+
+def test_the_list_of_options() -> None:
+    assert [(option.name, option.default) for option in OPTIONS.values()] == FROM_DEFAULTS + OURS
+    assert [option.name for option in OPTIONS.values() if option.documented] == [name for name, _ in FROM_DEFAULTS]
+    assert [field.name for field in dataclasses.fields(LMCacheEngineConfig)] == list(OPTIONS)
+
+
+def test_the_order_of_the_metadata() -> None:
+    values = ("org/model", 2, 1, "vllm", "bfloat16", (4, 2, 256, 8, 64))
+    names = ("model_name", "world_size", "worker_id", "fmt", "kv_dtype", "kv_shape")
+    metadata = LMCacheEngineMetadata(*values)
+    assert tuple(getattr(metadata, name) for name in names) == values
+    assert [p.name for p in parameters_of(LMCacheEngineMetadata) if p.default is p.empty] == list(names)
+
+
+def test_the_order_of_a_pools_metadata() -> None:
+    metadata = LMCacheMemPoolMetadata((4, 2, 256, 8, 64), "float16", 5)
+    assert [p.name for p in parameters_of(LMCacheMemPoolMetadata)] == ["kv_shape", "kv_dtype", "max_local_cache_size"]
+    assert (metadata.kv_shape, metadata.kv_dtype, metadata.max_local_cache_size) == ((4, 2, 256, 8, 64), "float16", 5)
+
+
+def test_the_other_constructors_need_nothing_undocumented() -> None:
+    assert [(p.name, p.default) for p in parameters_of(LMCacheEngineConfig.from_file)] == [("file_path", inspect.Parameter.empty)]
+    assert all(p.default is not p.empty for p in parameters_of(LMCacheEngineConfig.from_env))
+
+
+def test_configuring_imports_no_torch() -> None:
+    code = "import sys, lmcache_core.config as c; c.LMCacheEngineConfig.from_env({}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

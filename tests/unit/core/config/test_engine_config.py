@@ -1,0 +1,225 @@
+"""Values, and what cannot be had together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from lmcache_core.config import EVICTION_POLICIES, OPTIONS, REMOTE_SCHEMES, VERIFY_HOT_MODES, LMCacheEngineConfig
+from lmcache_core.config.contradictions import CONTRADICTIONS
+from lmcache_core.errors import ConfigError
+
+
+def from_yaml(tmp_path, text):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(text, encoding="utf-8")
+    return LMCacheEngineConfig.from_file(str(path))
+
+
+def test_options_change_the_defaults_by_name_and_by_place():
+    config = LMCacheEngineConfig.from_defaults(128, False, remote_url="lm://h", verify_hot="never", tier_timeout_s=0.5)
+    assert (config.chunk_size, config.local_cpu, config.remote_url, config.verify_hot, config.tier_timeout_s) == (
+        128,
+        False,
+        "lm://h",
+        "never",
+        0.5,
+    )
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LMCacheEngineConfig.from_defaults().chunk_size = 1
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("chunk_sizes", "chunk_size"), ("local_cpus", "local_cpu"), ("remote_uri", "remote_url")])
+def test_a_misspelt_option_is_refused_with_a_suggestion(tmp_path, wrong, right):
+    for build in (
+        lambda: LMCacheEngineConfig.from_defaults(**{wrong: "s3cret"}),
+        lambda: LMCacheEngineConfig.from_legacy(**{wrong: "s3cret"}),
+        lambda: LMCacheEngineConfig.from_env({f"LMCACHE_{wrong.upper()}": "s3cret"}),
+        lambda: from_yaml(tmp_path, f"{wrong}: s3cret"),
+    ):
+        with pytest.raises(ConfigError, match=f"did you mean '{right}'") as caught:
+            build()
+        assert "s3cret" not in str(caught.value)
+
+
+def test_an_option_like_none_of_ours_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match="known: chunk_size"):
+        LMCacheEngineConfig.from_defaults(zzz=1)
+
+
+IMPOSSIBLE = [
+    *(("chunk_size", v) for v in (0, -1, 65537, 256.0, "256", True, None)),
+    *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
+    *(("max_local_disk_size", v) for v in (-0.1, "5", float("-inf"))),
+    *(("local_disk", v) for v in ("/var/cache", "file://cache", "file:///", "file:////", "file:///a?b", "file:///a,/b", "s3://bucket/", 5)),
+    *(("remote_url", v) for v in ("localhost:65432", "ftp://host", "", 5, "lm://[::1", "lm://", "redis://user@", "file://host/dir")),
+    *(("remote_serde", v) for v in ("pickle", "", 1, "torch", "safetensor", "fast", "cachegen")),
+    *(("blend_recompute_ratio", v) for v in (-0.1, 1.1, "0.15", float("nan"))),
+    *(("blend_min_tokens", v) for v in (-1, 2.5)),
+    *(("verify_hot", v) for v in ("sometimes", True, None)),
+    *(("eviction_policy", v) for v in ("LRU", "lfu", "", None)),
+    *(("tier_timeout_s", v) for v in (0, -1, 3601, "2", float("nan"))),
+    *(("chunk_ttl_s", v) for v in (0, -1, float("inf"), "60", True)),
+    *(("prefill_tokens_per_s", v) for v in (0, -1, float("inf"), "fast")),
+    *(("close_drain_s", v) for v in (-1, 3601, None, float("nan"))),
+    *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling", "disk_fsync") for v in ("false", 0, None)),
+    *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
+    *(("enable_blending", v) for v in (True, None, "no")),
+    *(("salt", v) for v in (None, 12345)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=str)
+def test_an_impossible_value_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must be "):
+        LMCacheEngineConfig.from_defaults(**{name: value})
+
+
+def test_every_option_refuses_something():
+    assert {name for name, _ in IMPOSSIBLE} == set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"chunk_size": 1},
+        {"chunk_size": 65536},
+        {"local_disk": "file:///cache/", "max_local_disk_size": 0.5, "disk_fsync": True},
+        {"remote_serde": None},
+        {"blend_recompute_ratio": 0},
+        {"blend_recompute_ratio": 1},
+        {"close_drain_s": 0},
+        {"chunk_ttl_s": 0.001},
+        {"prefill_tokens_per_s": 12_000},
+        {"remote_url": "https://cache.example", "remote_token_file": "/etc/token"},
+        {"remote_url": "file:///mnt/shared"},
+        {"remote_url": "redis-sentinel://user:p%40ss@one:26379,two/service"},
+        {"remote_url": None, "remote_token_file": "/etc/token"},
+        {"enable_p2p": False, "lookup_url": "localhost:6379", "distributed_url": "localhost:8200"},
+        *({"remote_url": f"{scheme}://host:1"} for scheme in REMOTE_SCHEMES if scheme != "file"),
+        *({"verify_hot": mode} for mode in VERIFY_HOT_MODES),
+        *({"eviction_policy": policy} for policy in EVICTION_POLICIES),
+    ],
+    ids=str,
+)
+def test_the_ends_of_the_ranges_are_possible(values):
+    config = LMCacheEngineConfig.from_defaults(**values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+PEERS = {"enable_p2p": True, "lookup_url": "http://l:8081", "distributed_url": "lm://me:65433", "sidecar_socket": "/s", "remote_url": None}
+CONTRADICTORY = [
+    ({"local_disk": "file:///cache/"}, "set max_local_disk_size"),
+    ({"max_local_cpu_size": 0}, "give it some GB"),
+    ({"max_local_cpu_size": 0, "local_cpu": False}, "give it some GB"),
+    ({"local_cpu": False, "remote_url": None}, "one of local_disk, remote_url, sidecar_socket"),
+    (PEERS | {"lookup_url": None}, "set both, or enable_p2p to false"),
+    (PEERS | {"distributed_url": None}, "set both, or enable_p2p to false"),
+    (PEERS | {"sidecar_socket": None}, "set sidecar_socket to its socket"),
+    (PEERS | {"lookup_url": "localhost:6379"}, "set lookup_url to http://host:port"),
+    (PEERS | {"distributed_url": "localhost:8200"}, "set distributed_url to lm://host:port"),
+    ({"remote_url": "redis://host", "remote_token_file": "/t"}, "leave remote_token_file out"),
+]
+BESIDE_SIDECAR = {
+    "local_disk": ("file:///cache/", "disk_path"),
+    "remote_url": ("lm://elsewhere", "remote_url"),
+    "verify_hot": ("never", "verify_hot"),
+    "salt": ("s3cret", "salt_file"),
+    "eviction_policy": ("lru", "leave it out"),
+    "chunk_ttl_s": (60, "leave it out"),
+    "disk_fsync": (True, "disk_fsync"),
+    "remote_token_file": ("/t", "service_token_file"),
+}
+
+
+@pytest.mark.parametrize(("values", "fix"), CONTRADICTORY, ids=str)
+def test_a_contradiction_is_refused_with_the_fix(values, fix):
+    with pytest.raises(ConfigError, match=fix) as caught:
+        LMCacheEngineConfig.from_defaults(**values)
+    shown = str(caught.value).partition(": ")[0]
+    assert any(shown.startswith(f"{name}={value!r}") for name, value in values.items())
+
+
+def test_every_contradiction_is_provoked():
+    for contradiction in CONTRADICTIONS:
+        assert any(fix in contradiction.why for _, fix in CONTRADICTORY), contradiction.names
+
+
+@pytest.mark.parametrize("name", BESIDE_SIDECAR)
+def test_what_the_sidecar_decides_is_not_set_beside_it(name):
+    value, fix = BESIDE_SIDECAR[name]
+    beside = {"max_local_disk_size": 1} if name == "local_disk" else {}
+    with pytest.raises(ConfigError, match=f"^{name}=.*sidecar_socket='/s'.*{fix}") as caught:
+        LMCacheEngineConfig.from_defaults(sidecar_socket="/s", **{name: value}, **beside)
+    assert "s3cret" not in str(caught.value)
+    LMCacheEngineConfig.from_defaults(sidecar_socket="/s", **{name: OPTIONS[name].default})
+
+
+def test_the_sidecar_has_the_settings_that_errors_name():
+    settings = pytest.importorskip("lmcache_sidecar.settings").SidecarSettings.model_fields
+    named = [word for option in OPTIONS.values() for word in option.about.beside_sidecar.replace(",", " ").split() if "_" in word]
+    assert named
+    assert set(named) <= set(settings)
+    assert set(BESIDE_SIDECAR) == {name for name, option in OPTIONS.items() if option.about.beside_sidecar}
+
+
+def test_with_a_sidecar_the_engine_needs_no_memory_of_its_own():
+    config = LMCacheEngineConfig.from_defaults(**PEERS, local_cpu=False, max_local_cpu_size=0)
+    assert (config.enable_p2p, config.local_cpu) == (True, False)
+
+
+def test_blending_is_refused_not_ignored():
+    with pytest.raises(ConfigError, match="enable_blending=True: must be false; blending is not in this release"):
+        LMCacheEngineConfig.from_defaults(enable_blending=True)
+
+
+@pytest.mark.parametrize("remote_url", [None, "lm://h"])
+def test_a_codec_is_refused_not_ignored(remote_url):
+    with pytest.raises(ConfigError, match="remote_serde='cachegen': must be naive, or none; KV travels uncompressed"):
+        LMCacheEngineConfig.from_defaults(remote_serde="cachegen", remote_url=remote_url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("remote_url", "rediss-typo://user:s3cret@host/"),
+        ("remote_url", "rediss-typo://user:s3c/s3cret@host/"),
+        ("remote_url", "rediss-typo://user:s3c@s3cret@host/"),
+        ("remote_url", "typo://host/?password=s3cret"),
+        ("remote_url", "user:s3cret@host"),
+        ("remote_url", "redis//user:s3cret@host"),
+        ("lookup_url", ["http://user:s3cret@one", "http://user:s3cret@two"]),
+        ("local_disk", {"file": "s3cret"}),
+        ("salt", ["s3cret"]),
+        ("salt", b"s3cret"),
+    ],
+    ids=str,
+)
+def test_an_error_shows_neither_password_nor_salt(name, value):
+    with pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_defaults(**{name: value})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_config_shows_neither_password_nor_salt():
+    config = LMCacheEngineConfig.from_defaults(remote_url="redis://user:s3c?ret@host:6379/1?password=s3cret", salt="s3cret", chunk_size=64)
+    for text in (repr(config), str(config), f"{config}"):
+        assert "s3c" not in text
+        assert "remote_url='redis://…@host:6379/1?…'" in text
+        assert "salt=…" in text
+        assert "chunk_size=64" in text
+    assert "salt=''" in repr(LMCacheEngineConfig.from_defaults())
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_defaults(eviction_policy="x" * 10_000)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_copy_with_a_change_is_checked_too():
+    with pytest.raises(ConfigError, match="chunk_size=0"):
+        dataclasses.replace(LMCacheEngineConfig.from_defaults(), chunk_size=0)

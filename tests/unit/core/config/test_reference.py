@@ -1,0 +1,51 @@
+"""docs/configuration.md is what the model says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache_core.config import OPTIONS, LMCacheEngineConfig
+from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.reference import reference
+
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "configuration.md"
+
+
+def test_the_document_is_up_to_date():
+    assert DOCUMENT.read_text(encoding="utf-8") == reference(), "make it anew: its first lines say how"
+
+
+def test_the_command_in_its_head_makes_it():
+    command = [sys.executable, "-m", "lmcache_core.config.reference"]
+    assert subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode() == reference()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_has_its_row(name):
+    (row,) = [line for line in reference().splitlines() if line.startswith((f"| `{name}` | `LMCACHE_", f"| `{name}`° | `LMCACHE_"))]
+    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+    assert len(cells) == 7
+    assert cells[1] == f"`LMCACHE_{name.upper()}`"
+    assert cells[6].startswith(OPTIONS[name].about.meaning[:20])
+    assert cells[0].endswith("°") is not OPTIONS[name].documented
+
+
+def test_every_name_of_lmcache_is_in_it():
+    text = reference()
+    assert not [name for name in FOREIGN_NAMES if f"`{name}`" not in text]
+
+
+def test_its_examples_are_right(tmp_path):
+    path = tmp_path / "c.yaml"
+    for example in reference().split("```yaml\n")[1:]:
+        text = example.partition("```")[0]
+        assert yaml.safe_load(text)
+        path.write_text(text)
+        LMCacheEngineConfig.from_file(str(path))
+    variables = reference().split("\n```\nLMCACHE_", 1)[1].partition("```")[0]
+    environ = dict(line.split("=", 1) for line in f"LMCACHE_{variables}".splitlines())
+    assert LMCacheEngineConfig.from_env(environ).sidecar_socket == "/run/lmcache/sidecar.sock"
