@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +207,47 @@ def test_a_lone_surrogate_is_refused():
 def test_a_chunk_key_keeps_tenants_apart():
     assert ChunkKey("a", KEY) != ChunkKey("b", KEY)
     assert len({ChunkKey("a", KEY), ChunkKey("a", KEY), ChunkKey("b", KEY)}) == 2
+
+
+@pytest.mark.parametrize("made", [KEY, ChunkKey("a", KEY)], ids=["key", "chunk key"])
+def test_names_cannot_be_changed(made):
+    for field in (*made.__struct_fields__, "another"):
+        with pytest.raises(AttributeError):
+            setattr(made, field, "x")
+        with pytest.raises(AttributeError):
+            delattr(made, field)
+
+
+@given(keys)
+def test_equal_keys_are_one_key_in_sets_and_dicts(key):
+    again = CacheEngineKey(*(getattr(key, name) for name in key.__struct_fields__))
+    assert again == key
+    assert len({key, again}) == 1
+    assert {ChunkKey("a", key): 1}[ChunkKey("a", again)] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"fmt": "x"}, {"model_name": "x"}, {"world_size": 9}, {"worker_id": 9}, {"chunk_hash": "x"}, {"group": "x"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_tells_keys_apart(change):
+    other = msgspec.structs.replace(KEY, **change)
+    assert other != KEY
+    assert len({KEY, other}) == 2
+    assert other.canonical() != KEY.canonical()
+
+
+def test_fields_come_by_position_or_by_name_and_show_in_repr():
+    named = CacheEngineKey(fmt="vllm", model_name="m", world_size=4, worker_id=1, chunk_hash="h", group="g")
+    assert CacheEngineKey("vllm", "m", 4, 1, "h", "g") == named
+    assert repr(named) == "CacheEngineKey(fmt='vllm', model_name='m', world_size=4, worker_id=1, chunk_hash='h', group='g')"
+    assert repr(ChunkKey("a", named)) == f"ChunkKey(tenant='a', key={named!r})"
+
+
+def test_a_number_that_only_equals_a_good_one_is_refused_still():
+    """1.0 == 1, also in a memo of what was spelled before."""
+    assert KEY.canonical()
+    for number in (4.0, "4"):
+        with pytest.raises(IdentityError, match="world_size"):
+            msgspec.structs.replace(KEY, world_size=number).canonical()

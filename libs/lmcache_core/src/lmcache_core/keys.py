@@ -9,8 +9,10 @@ import base64
 import binascii
 import hashlib
 import struct
-from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, unquote
+
+import msgspec
 
 from lmcache_core.errors import IdentityError
 
@@ -24,11 +26,14 @@ _LENGTH = struct.Struct("<H")
 _NUMBERS = struct.Struct("<II")
 _NUM_TEXT_PARTS = 5
 _MAX_NUMBER_DIGITS = len(str(2**32 - 1))
+_MAX_CACHED_PREFIXES = 64
+"""Beginnings of canonical keys that are remembered: models times workers, each at most 2 KiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEngineKey:
-    """The documented key of one chunk of KV.
+class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
+    """The documented key of one chunk of KV. Immutable and hashable.
+
+    A struct and not a dataclass, since every lookup makes one for each chunk: it is made in a tenth of the time, and hashed once.
 
     Attributes:
         fmt: Serving engine's KV format, for example "vllm" or "huggingface".
@@ -53,14 +58,8 @@ class CacheEngineKey:
             IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key is longer than
                 `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
-        parts = [_CANONICAL_MAGIC, _field("fmt", self.fmt), _field("model_name", self.model_name)]
-        try:
-            parts.append(_NUMBERS.pack(self.world_size, self.worker_id))
-        except struct.error as exc:
-            raise IdentityError(f"world_size={self.world_size!r}, worker_id={self.worker_id!r}: need integers in 0 … 2^32-1") from exc
-        parts.append(_field("chunk_hash", self.chunk_hash))
-        parts.append(_field("group", self.group))
-        data = b"".join(parts)
+        prefix = _canonical_prefix(self.fmt, self.model_name, self.world_size, self.worker_id)
+        data = prefix + _field("chunk_hash", self.chunk_hash) + _field("group", self.group)
         if len(data) > MAX_CANONICAL_KEY_BYTES:
             raise IdentityError(f"key has {len(data)} bytes; the limit is {MAX_CANONICAL_KEY_BYTES}")
         return data
@@ -140,15 +139,24 @@ class CacheEngineKey:
         return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkKey:
-    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed by."""
+class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
+    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed by. Immutable and hashable."""
 
     tenant: str
     key: CacheEngineKey
 
 
 DEFAULT_TENANT = "default"
+
+
+@lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)
+def _canonical_prefix(fmt: str, model_name: str, world_size: int, worker_id: int) -> bytes:
+    """What the canonical bytes of all chunks of one worker begin with; a pure function, remembered because lookups spell many keys."""
+    try:
+        numbers = _NUMBERS.pack(world_size, worker_id)
+    except struct.error as exc:
+        raise IdentityError(f"world_size={world_size!r}, worker_id={worker_id!r}: need integers in 0 … 2^32-1") from exc
+    return _CANONICAL_MAGIC + _field("fmt", fmt) + _field("model_name", model_name) + numbers
 
 
 def _field(name: str, text: str) -> bytes:
