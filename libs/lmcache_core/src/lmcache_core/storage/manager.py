@@ -17,6 +17,7 @@ from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result
 from lmcache_core.storage.assembly import create_lower_tiers
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
@@ -136,6 +137,12 @@ class StorageManager:
                 self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)
             ]
         return self._intact_prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results)
+
+    def evict(self, keys: Sequence[CacheEngineKey]) -> int:
+        """Forget chunks in the tiers of this process (host memory and disk), also where they are on their way; how many there were."""
+        stack = self._stack
+        num_removed = None if stack is None else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS))
+        return num_removed or 0
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`; references in this process cannot be lost."""

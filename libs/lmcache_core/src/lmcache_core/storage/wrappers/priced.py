@@ -10,6 +10,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import ReadCost
+from lmcache_core.storage.wrappers.base import WrapperBackend
 
 PROBE_INTERVAL = 16
 """Of so many reads that look too dear, one is made all the same (within its deadline), or a tier that has recovered would never be seen."""
@@ -23,7 +24,7 @@ class KnowsItsPrice(Protocol):
         """Whether reading so many chunks should come in below `limit_s`, as far as is known."""
 
 
-class PricedBackend(StorageBackend):
+class PricedBackend(WrapperBackend):
     """Measures the reads of the backend inside, and says beforehand whether one can be in time.
 
     Args:
@@ -32,8 +33,7 @@ class PricedBackend(StorageBackend):
     """
 
     def __init__(self, backend: StorageBackend, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = backend.name
-        self._backend = backend
+        super().__init__(backend)
         self._clock = clock
         self._cost = ReadCost()
         self._num_too_dear = 0
@@ -46,18 +46,6 @@ class PricedBackend(StorageBackend):
         self._num_too_dear += 1
         return self._num_too_dear % PROBE_INTERVAL == 0
 
-    async def open(self) -> None:
-        """See `StorageBackend.open`."""
-        await self._backend.open()
-
-    async def close(self) -> None:
-        """See `StorageBackend.close`."""
-        await self._backend.close()
-
-    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`."""
-        return await self._backend.batched_contains(keys)
-
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. What it brought, and how long that took, is remembered."""
         began = self._clock()
@@ -67,18 +55,6 @@ class PricedBackend(StorageBackend):
         if arrived or is_late:
             self._cost.observe(len(arrived), sum(chunk.num_bytes for chunk in arrived), self._clock() - began)
         return results
-
-    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`."""
-        return await self._backend.batched_put(chunks)
-
-    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """See `StorageBackend.batched_remove`."""
-        return await self._backend.batched_remove(keys)
-
-    async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`."""
-        return await self._backend.clear(tenant)
 
     def stats(self) -> dict[str, int]:
         """The backend's figures, and how many reads looked too dear."""
