@@ -28,6 +28,7 @@ from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
@@ -149,12 +150,12 @@ class _Opening:
         peers: list[StorageBackend] = []
         if self._lookup is not None and self._broker is not None:
             pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)
-            peers.append(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, pool)))
+            peers.append(PricedBackend(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, pool))))
         distant: list[StorageBackend] = []
         if settings.remote_url is not None:
             remote = create_remote_backend(settings.remote_url, token=self._token, timeout_s=settings.tier_timeout_s)
-            distant.append(BreakerBackend(remote))
-        guarded = [BreakerBackend(tier) for tier in local]
+            distant.append(PricedBackend(BreakerBackend(remote)))
+        guarded = [PricedBackend(BreakerBackend(tier)) for tier in local]
         stack = TierStack(hot, [*guarded, *peers, *distant], written=[*guarded, *distant], listener=self._announcer)
         await stack.open()
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
