@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -41,9 +42,9 @@ def model() -> LlamaForCausalLM:
     return make_model(0)
 
 
-@pytest.fixture
-def engine(model: LlamaForCausalLM) -> Iterator[LMCacheEngine]:
-    config = make_config(chunk_size=CHUNK)
+@contextlib.contextmanager
+def engine_for(model: LlamaForCausalLM, **options: object) -> Iterator[LMCacheEngine]:
+    config = make_config(chunk_size=CHUNK, **options)
     metadata = metadata_of(model, "test", config)
     allocator = HostMemoryAllocator(16 << 20)
     made = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
@@ -52,6 +53,12 @@ def engine(model: LlamaForCausalLM) -> Iterator[LMCacheEngine]:
     made.close()
     allocator.check_integrity()
     assert allocator.used_bytes == 0
+
+
+@pytest.fixture
+def engine(model: LlamaForCausalLM) -> Iterator[LMCacheEngine]:
+    with engine_for(model) as made:
+        yield made
 
 
 def prompt(num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -76,6 +83,47 @@ def test_another_question_reuses_the_document(model: LlamaForCausalLM, engine: L
     answer = cached.generate(questions[1], 8)
     assert answer.num_reused_tokens == 10 * CHUNK
     assert answer.tokens == plain.generate(questions[1], 8).tokens
+
+
+@pytest.mark.parametrize("num_tokens", [3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("num_new", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+def test_the_next_turn_reuses_the_answer_where_it_is_kept(model: LlamaForCausalLM, num_tokens: int, num_new: int) -> None:
+    first = prompt(num_tokens)
+    plain = CachedCausalLM(model, None)
+    answer = plain.generate(first, num_new).tokens
+    second = torch.cat([first, torch.tensor(answer), prompt(5, seed=2)])
+    want = plain.generate(second, 12).tokens
+    reused = {}
+    for keep in (False, True):
+        with engine_for(model, save_decode_cache=keep) as engine:
+            cached = CachedCausalLM(model, engine)
+            assert cached.generate(first, num_new).tokens == answer
+            turn = cached.generate(second, 12)
+            assert turn.tokens == want
+            assert engine.lookup(first) == num_tokens, "the prompt alone is found as before"
+            reused[keep] = turn.num_reused_tokens
+    num_with_kv = num_tokens + num_new - 1
+    assert reused[False] == num_tokens // CHUNK * CHUNK
+    assert reused[True] == num_with_kv // CHUNK * CHUNK
+    assert (reused[True] > reused[False]) is (num_with_kv // CHUNK > num_tokens // CHUNK)
+
+
+def test_the_kept_answer_is_that_of_the_model(model: LlamaForCausalLM) -> None:
+    """The KV that decoding left is, within rounding, the KV that a prefill of prompt and answer computes."""
+    first = prompt(2 * CHUNK + 3)
+    with engine_for(model, save_decode_cache=True) as engine:
+        cached = CachedCausalLM(model, engine)
+        answer = cached.generate(first, CHUNK).tokens
+        everything = torch.cat([first, torch.tensor(answer[:-1])])
+        cache, num_loaded = cached.load(torch.cat([everything, prompt(1)]))
+        assert num_loaded == len(everything) // CHUNK * CHUNK
+        assert engine.lookup(everything) == len(everything), "its last partial chunk too"
+        assert engine.lookup(torch.cat([first, torch.tensor(answer)])) == num_loaded, "the last token has no KV yet"
+        with torch.inference_mode():
+            fresh = model(input_ids=everything[None], use_cache=True).past_key_values
+        for got, wanted in zip(cache.layers, fresh.layers, strict=True):
+            torch.testing.assert_close(got.keys[0], wanted.keys[0][:, :num_loaded], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got.values[0], wanted.values[0][:, :num_loaded], atol=1e-4, rtol=1e-4)
 
 
 def test_the_comparison_can_fail(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:

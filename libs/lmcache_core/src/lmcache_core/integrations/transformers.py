@@ -107,6 +107,8 @@ class CachedCausalLM:
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Generation:
         """Greedy generation; the prompt's KV is reused where cached and stored where not.
 
+        With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt that continues the answer reuses both.
+
         Args:
             input_ids: Prompt, shape `[num_tokens]`, int64, at least one token.
             max_new_tokens: How many tokens to generate at most, at least 1.
@@ -126,6 +128,7 @@ class CachedCausalLM:
             self.save(input_ids, cache, num_reused)
             while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
                 tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=input_ids.device), cache).argmax()))
+            self._save_decoded(input_ids, tokens, cache)
         return Generation(tokens, len(input_ids), num_reused, first_s)
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
@@ -164,6 +167,18 @@ class CachedCausalLM:
         mask = torch.ones(len(input_ids), dtype=torch.bool)
         mask[: num_known - num_known % chunk_size] = False
         self._engine.store(input_ids.cpu(), mask, kvcaches=tuple(_kv_of(cache)))
+
+    def _save_decoded(self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache) -> None:
+        """Store what generation added to the cache, if the engine is to keep it.
+
+        The last generated token was never put through the model, so it has no KV. The chunk that the prompt ended in is stored again, since
+        it goes on with generated tokens and so has another name.
+        """
+        with_kv = tokens[:-1]
+        if self._engine is None or not self._engine.config.save_decode_cache or not with_kv:
+            return
+        everything = torch.cat([input_ids, torch.tensor(with_kv, dtype=input_ids.dtype, device=input_ids.device)])
+        self.save(everything, cache, len(input_ids))
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         output = self._model(input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
