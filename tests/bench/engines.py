@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from lmcache_core.token_database import ChunkedTokenDatabase
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.bench.measure import Figure, timed
+from tests.bench.measure import Figure, in_turn
 from tests.bench.shape import HIDDEN, NUM_LAYERS, NUM_TOKENS, TOTAL_BYTES, make_config, make_kv, make_metadata, same_bits, tokens_of
 
 ARENA_GB = 1.25
@@ -66,15 +66,15 @@ def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
             engine.close()
 
 
-def measure(engine: LMCacheEngine, name: str, limit: Figure, notes: tuple[str, str]) -> list[Figure]:
-    """Store and retrieve of the whole prompt; what came back is compared with what was stored."""
+def measure(engine: LMCacheEngine, name: str, copy: Callable[[int], object], notes: tuple[str, str]) -> list[Figure]:
+    """Store and retrieve of the whole prompt, in turn with a plain copy; what came back is compared with what was stored."""
     kv, target = make_kv(), make_kv(fill=0)
-    store = timed(lambda turn: engine.store(tokens_of(turn), kvcaches=kv))
+    store, beside_store = in_turn(lambda turn: engine.store(tokens_of(turn), kvcaches=kv), copy)
     last = tokens_of(len(store))
-    retrieve = timed(lambda turn: engine.retrieve(last, kvcaches=target))
+    retrieve, beside_retrieve = in_turn(lambda turn: engine.retrieve(last, kvcaches=target), copy)
     if engine.lookup(last) != NUM_TOKENS or not same_bits(kv, target):
         raise AssertionError(f"{name}: what was retrieved is not what was stored")
     return [
-        Figure(f"{name}: store", TOTAL_BYTES, store, limit, notes[0]),
-        Figure(f"{name}: retrieve", TOTAL_BYTES, retrieve, limit, notes[1]),
+        Figure(f"{name}: store", TOTAL_BYTES, store, note=notes[0], beside=beside_store),
+        Figure(f"{name}: retrieve", TOTAL_BYTES, retrieve, note=notes[1], beside=beside_retrieve),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,15 +16,16 @@ from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
-def copy_limit() -> Figure:
-    """One-thread torch copy between touched memory."""
+def copy_work() -> Callable[[int], object]:
+    """One-thread torch copy between touched memory, to be measured in turn with something else."""
     source = torch.empty(TOTAL_BYTES, dtype=torch.uint8).random_()
     target = torch.zeros(TOTAL_BYTES, dtype=torch.uint8)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    seconds = timed(lambda turn: target.copy_(source))
-    torch.set_num_threads(threads)
-    return Figure("limit: torch copy, one thread", TOTAL_BYTES, seconds)
+    return lambda turn: target.copy_(source)
+
+
+def copy_limit(copy: Callable[[int], object]) -> Figure:
+    """That copy by itself."""
+    return Figure("limit: torch copy, one thread", TOTAL_BYTES, timed(copy))
 
 
 def socket_limit() -> Figure:

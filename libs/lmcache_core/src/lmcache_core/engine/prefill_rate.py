@@ -13,6 +13,8 @@ FALL = 0.05
 MAX_OPEN_PREFILLS = 256
 MAX_PREFILL_S = 60.0
 MIN_PREFILL_S = 1e-4
+MIN_PREFILL_TOKENS = 32
+"""Fewer tell of what a prefill costs at least, not of its rate."""
 
 
 class PrefillRate:
@@ -45,7 +47,7 @@ class PrefillRate:
 
     def note(self, num_tokens: int, elapsed_s: float) -> None:
         """The serving engine computed so many tokens in that time."""
-        if num_tokens <= 0 or not MIN_PREFILL_S <= elapsed_s <= MAX_PREFILL_S:
+        if num_tokens < MIN_PREFILL_TOKENS or not MIN_PREFILL_S <= elapsed_s <= MAX_PREFILL_S:
             return
         rate = num_tokens / elapsed_s
         with self._lock:

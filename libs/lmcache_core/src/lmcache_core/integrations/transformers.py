@@ -122,9 +122,12 @@ class CachedCausalLM:
         begin = time.perf_counter()
         with torch.inference_mode():
             cache, num_reused = self.load(input_ids)
+            loaded = time.perf_counter()
             logits = self._forward(input_ids[num_reused:], cache)
             tokens = [int(logits.argmax())]
             first_s = time.perf_counter() - begin
+            if self._engine is not None:
+                self._engine.note_prefill(len(input_ids) - num_reused, time.perf_counter() - loaded)
             self.save(input_ids, cache, num_reused)
             while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
                 tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=input_ids.device), cache).argmax()))
