@@ -1,187 +1,77 @@
-"""What every allocator does, and what only some do."""
+"""What only some allocators do; what all do is in tests/contract/test_allocators.py."""
 
 from __future__ import annotations
 
-import threading
+import gc
+import inspect
+import logging
+import mmap
+import weakref
 
 import pytest
 import torch
 from lmcache_core import memory
-from lmcache_core.errors import IntegrityError
+from lmcache_core.errors import CapacityError, ConfigError, IntegrityError
 from lmcache_core.memory import (
     ALIGN_BYTES,
     ArenaAllocator,
     BufferAllocator,
     BytesBufferMemoryObj,
+    FreeBlock,
+    GPUMemoryAllocator,
     HostMemoryAllocator,
     MemoryAllocatorInterface,
     MemoryFormat,
     MemoryObj,
     MemoryObjMetadata,
+    MixedMemoryAllocator,
+    PinMemoryAllocator,
     TensorMemoryAllocator,
     TensorMemoryObj,
 )
 
 CAPACITY = 8 * ALIGN_BYTES
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-]
-ARENAS = {
-    "private": lambda: ArenaAllocator(memoryview(bytearray(CAPACITY))),
-    "tensor": lambda: TensorMemoryAllocator(torch.zeros(CAPACITY // 4, dtype=torch.float32)),
+MORE_THAN_ANY_MACHINE_HAS = 1 << 60
+HAS_CUDA = torch.cuda.is_available()
+ALLOCATORS = {
+    "arena": lambda: ArenaAllocator.anonymous(CAPACITY),
+    "tensor": lambda: TensorMemoryAllocator(torch.zeros(CAPACITY, dtype=torch.uint8)),
     "host": lambda: HostMemoryAllocator(CAPACITY),
+    "pinned": lambda: PinMemoryAllocator(CAPACITY),
+    "device": lambda: GPUMemoryAllocator(CAPACITY, "cpu"),
+    "mixed": lambda: MixedMemoryAllocator(CAPACITY),
+    "buffer": BufferAllocator,
 }
 
 
-@pytest.fixture(params=ARENAS.values(), ids=ARENAS.keys())
-def arena(request):
-    allocator = request.param()
-    yield allocator
-    allocator.check_integrity()
-
-
-@pytest.fixture(params=[*ARENAS.values(), BufferAllocator], ids=[*ARENAS.keys(), "buffer"])
-def allocator(request):
-    allocator = request.param()
-    yield allocator
-    allocator.check_integrity()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensor_and_bytes_share_memory(allocator, dtype):
-    shape = (2, 3, 5, 7)
-    obj = allocator.allocate(shape, dtype, MemoryFormat.KV_BLOB)
-    assert isinstance(obj, MemoryObj)
+@pytest.mark.parametrize("make", ALLOCATORS.values(), ids=ALLOCATORS.keys())
+def test_every_allocator_is_one_and_takes_its_arguments_by_position(make):
+    allocator = make()
     assert isinstance(allocator, MemoryAllocatorInterface)
-    assert (obj.tensor.shape, obj.tensor.dtype, obj.get_memory_format()) == (torch.Size(shape), dtype, MemoryFormat.KV_BLOB)
-    assert obj.tensor.is_contiguous()
-    size = 210 * dtype.itemsize
-    assert obj.get_size() == obj.metadata.get_size() == len(obj.byte_array) == size
-    obj.byte_array[:] = bytes(i % 2 for i in range(size))
-    assert bytes(obj.tensor.view(torch.uint8).flatten().tolist()) == bytes(obj.byte_array)
-    obj.tensor.view(torch.uint8).fill_(1)
-    assert bytes(obj.byte_array) == b"\1" * size
-    obj.ref_count_down()
+    memory_obj = allocator.allocate(torch.Size((2, 3)), torch.float16, MemoryFormat.BINARY)
+    assert isinstance(memory_obj, MemoryObj)
+    assert memory_obj.get_memory_format() is MemoryFormat.BINARY
+    memory_obj.ref_count_down()
+    allocator.check_integrity()
 
 
-def test_dtypes_may_be_given_by_name_or_not_at_all(allocator):
-    with allocator.allocate((3, 4), "bfloat16") as named, allocator.allocate((10,), None) as plain:
-        assert named.tensor.dtype == torch.bfloat16
-        assert named.get_size() == 24
-        assert (plain.tensor.dtype, plain.get_size(), len(plain.byte_array)) == (torch.uint8, 10, 10)
+ARENAS = (TensorMemoryAllocator, HostMemoryAllocator, PinMemoryAllocator, GPUMemoryAllocator, MixedMemoryAllocator)
+DEFAULT_FORMATS = {
+    **dict.fromkeys(ARENAS, MemoryFormat.KV_BLOB),
+    BufferAllocator: MemoryFormat.BINARY_BUFFER,
+    MemoryAllocatorInterface: MemoryFormat.UNDEFINED,
+}
 
 
-def test_an_unknown_dtype_is_refused_and_takes_nothing(allocator):
-    with pytest.raises(ValueError, match="complex64"):
-        allocator.allocate((3,), torch.complex64)
-
-
-def test_an_empty_tensor_is_possible(allocator):
-    with allocator.allocate((2, 0, 4), torch.float16) as obj:
-        assert obj.tensor.shape == (2, 0, 4)
-        assert len(obj.byte_array) == 0
-
-
-def test_objects_do_not_overlap(arena):
-    objects = [arena.allocate((100,), "uint8") for _ in range(5)]
-    for i, obj in enumerate(objects):
-        obj.byte_array[:] = bytes([i]) * 100
-    assert [bytes(obj.byte_array) for obj in objects] == [bytes([i]) * 100 for i in range(5)]
-    assert all(obj.metadata.address % ALIGN_BYTES == 0 for obj in objects)
-    assert all(obj.metadata.phy_size == ALIGN_BYTES for obj in objects)
-    assert arena.used_bytes == 5 * ALIGN_BYTES
-    for obj in objects:
-        obj.ref_count_down()
-    assert arena.used_bytes == 0
-
-
-def test_full_is_none_and_heals(arena):
-    assert arena.capacity_bytes == CAPACITY
-    assert arena.allocate((CAPACITY + 1,), "uint8") is None
-    whole = arena.allocate((CAPACITY,), "uint8")
-    assert arena.allocate((1,), "uint8") is None
-    whole.ref_count_down()
-    with arena.allocate((CAPACITY,), "uint8") as again:
-        assert len(again.byte_array) == CAPACITY
-
-
-def test_the_last_reference_frees(arena):
-    obj = arena.allocate((1,), "uint8")
-    assert (obj.get_ref_count(), arena.get_ref_count(obj)) == (1, 1)
-    obj.ref_count_up()
-    with obj:
-        assert obj.get_ref_count() == 2
-    assert (obj.get_ref_count(), arena.used_bytes) == (1, ALIGN_BYTES)
-    obj.ref_count_down()
-    assert (obj.get_ref_count(), arena.used_bytes) == (0, 0)
-
-
-def test_a_freed_object_cannot_be_used_again(arena):
-    obj = arena.allocate((1,), "uint8")
-    obj.ref_count_down()
-    for use in (obj.ref_count_up, obj.ref_count_down, lambda: arena.free(obj)):
-        with pytest.raises(IntegrityError):
-            use()
-    other = arena.allocate((1,), "uint8")
-    with pytest.raises(IntegrityError):
-        obj.ref_count_down()
-    assert other.get_ref_count() == 1
-    other.ref_count_down()
-
-
-def test_a_freed_object_cannot_free_its_successor(arena):
-    obj = arena.allocate((1,), "uint8")
-    obj.ref_count_down()
-    successor = arena.allocate((1,), "uint8")
-    assert successor.metadata.address == obj.metadata.address
-    with pytest.raises(IntegrityError):
-        arena.free(obj)
-    assert arena.used_bytes == ALIGN_BYTES
-    successor.ref_count_down()
-
-
-def test_free_takes_the_memory_whatever_the_references(arena):
-    obj = arena.allocate((1,), "uint8")
-    obj.ref_count_up()
-    arena.free(obj)
-    assert (obj.get_ref_count(), arena.used_bytes) == (0, 0)
-
-
-def test_threads_leak_nothing(arena):
-    failures = []
-
-    def work():
-        try:
-            for i in range(300):
-                obj = arena.allocate((1 + i % 700,), "uint8")
-                if obj is not None:
-                    obj.ref_count_up()
-                    obj.ref_count_down()
-                    obj.ref_count_down()
-        except IntegrityError as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert arena.used_bytes == 0
+@pytest.mark.parametrize("kind", DEFAULT_FORMATS)
+def test_formats_have_their_documented_defaults(kind):
+    assert inspect.signature(kind.allocate).parameters["fmt"].default is DEFAULT_FORMATS[kind]
 
 
 def test_an_anonymous_arena_is_private_and_at_least_a_page():
     arena = ArenaAllocator.anonymous(1 << 20)
     assert arena.capacity_bytes == 1 << 20
-    assert ArenaAllocator.anonymous(1).capacity_bytes == 4096
+    assert ArenaAllocator.anonymous(1).capacity_bytes == mmap.PAGESIZE
     with arena.allocate((1 << 20,), "uint8") as obj:
         assert not any(obj.byte_array[:: 1 << 12])
 
@@ -200,14 +90,103 @@ def test_an_arena_cuts_the_tensors_own_memory():
     assert tensor.nonzero().flatten().tolist() == [512, 513, 514, 515]
 
 
-def test_an_arena_of_scattered_memory_is_refused():
-    with pytest.raises(ValueError, match="contiguous"):
-        TensorMemoryAllocator(torch.zeros(64, 64)[:, ::2])
+def test_an_arena_that_takes_part_in_autograd_is_plain_memory_nevertheless():
+    allocator = TensorMemoryAllocator(torch.zeros(CAPACITY, requires_grad=True))
+    with allocator.allocate((4,), torch.float32) as obj:
+        obj.tensor.fill_(1)
+        assert not obj.tensor.requires_grad
 
 
-def test_an_arena_elsewhere_is_refused():
+@pytest.mark.parametrize(
+    ("tensor", "named"), [(torch.zeros(64, 64)[:, ::2], "contiguous"), (torch.zeros(64, device="meta"), "meta")], ids=["strides", "meta"]
+)
+def test_an_arena_of_scattered_or_no_memory_is_refused(tensor, named):
+    with pytest.raises(ValueError, match=named):
+        TensorMemoryAllocator(tensor)
+
+
+@pytest.mark.parametrize("kind", [HostMemoryAllocator, PinMemoryAllocator])
+@pytest.mark.parametrize("size", [0, 1, ALIGN_BYTES, 3 * mmap.PAGESIZE + ALIGN_BYTES + 1])
+def test_host_arenas_have_the_size_asked_for_and_begin_at_a_page(kind, size):
+    allocator = kind(size)
+    assert allocator.capacity_bytes == size - size % ALIGN_BYTES
+    if allocator.capacity_bytes:
+        with allocator.allocate((1,), "uint8") as obj:
+            assert obj.tensor.data_ptr() % mmap.PAGESIZE == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [HostMemoryAllocator, PinMemoryAllocator, ArenaAllocator.anonymous, lambda n: GPUMemoryAllocator(n, "cpu")]
+)
+def test_impossible_sizes_are_refused(kind):
+    with pytest.raises(ValueError, match="-1"):
+        kind(-1)
+    with pytest.raises(CapacityError, match="GB"):
+        kind(MORE_THAN_ANY_MACHINE_HAS)
+
+
+def test_host_memory_is_pinned_only_when_there_is_cuda(caplog):
+    with caplog.at_level(logging.INFO, "lmcache_core"):
+        allocator = PinMemoryAllocator(CAPACITY)
+    with allocator.allocate((4,), torch.float32) as obj:
+        assert obj.tensor.is_pinned() is allocator.is_pinned is HAS_CUDA
+    assert len(caplog.records) == (0 if HAS_CUDA else 1)
+
+
+def test_pinned_memory_lives_as_long_as_what_is_in_it():
+    allocator = PinMemoryAllocator(CAPACITY)
+    gone = weakref.ref(allocator)
+    obj = allocator.allocate((4,), torch.float32)
+    tensor = obj.tensor.fill_(3)
+    del allocator
+    gc.collect()
+    assert gone() is not None
+    obj.ref_count_down()
+    del obj
+    gc.collect()
+    assert gone() is None
+    assert tensor.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("device", ["cuda:99", *([] if HAS_CUDA else ["cuda"])])
+def test_a_device_that_is_not_there_is_named_with_the_fix(device):
+    with pytest.raises(ConfigError, match=f"{device}.*device='cpu'"):
+        GPUMemoryAllocator(CAPACITY, device)
+    assert inspect.signature(GPUMemoryAllocator).parameters["device"].default == "cuda"
+
+
+def test_memory_elsewhere_has_tensors_but_no_bytes():
+    """The meta device stands for one whose memory this process cannot address."""
+    obj = TensorMemoryObj(torch.empty(64, dtype=torch.uint8, device="meta"), MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1))
+    assert (obj.tensor.shape, obj.tensor.dtype, obj.tensor.device.type) == ((2, 3), torch.int16, "meta")
     with pytest.raises(ValueError, match="meta"):
-        TensorMemoryAllocator(torch.zeros(64, device="meta"))
+        _ = obj.byte_array
+
+
+def test_mixed_memory_keeps_buffers_apart_and_bounded():
+    allocator = MixedMemoryAllocator(CAPACITY)
+    assert allocator.capacity_bytes == allocator.buffer_capacity_bytes == CAPACITY
+    blob = allocator.allocate((CAPACITY,), "uint8")
+    assert allocator.allocate((1,), None, MemoryFormat.BINARY) is None, "encoded chunks are counted with the rest"
+    buffer = allocator.allocate((CAPACITY - 1,), None, MemoryFormat.BINARY_BUFFER)
+    assert isinstance(blob, TensorMemoryObj)
+    assert isinstance(buffer, BytesBufferMemoryObj)
+    assert (allocator.used_bytes, allocator.buffer_used_bytes) == (CAPACITY, CAPACITY - 1)
+    assert allocator.allocate((2,), None, MemoryFormat.BINARY_BUFFER) is None
+    allocator.free(buffer)
+    assert (allocator.used_bytes, allocator.buffer_used_bytes) == (CAPACITY, 0)
+    blob.ref_count_down()
+    assert allocator.used_bytes == 0
+    allocator.check_integrity()
+    assert MixedMemoryAllocator(CAPACITY, 100).buffer_capacity_bytes == 100
+
+
+def test_mixed_memory_refuses_what_it_did_not_hand_out():
+    allocator = MixedMemoryAllocator(CAPACITY)
+    with ArenaAllocator.anonymous(CAPACITY).allocate((1,), "uint8") as foreign, pytest.raises(IntegrityError, match="ArenaMemoryObj"):
+        allocator.free(foreign)
+    with pytest.raises(IntegrityError):
+        allocator.free(BytesBufferMemoryObj(b"anybody's"))
 
 
 def test_a_tensor_object_without_an_allocator_belongs_to_python():
@@ -235,14 +214,49 @@ def test_bytes_are_shared_not_copied_and_never_freed(raw):
         assert obj.byte_array[0] == ord("x")
 
 
-def test_byte_buffers_live_on_the_cpu():
+def test_bytes_may_be_described():
+    metadata = MemoryObjMetadata(torch.Size((3,)), torch.int16, 0, 6, 1, MemoryFormat.BINARY)
+    obj = BytesBufferMemoryObj(b"abcdef", metadata)
+    assert obj.metadata is metadata
+    assert (obj.tensor.shape, obj.tensor.dtype, obj.get_memory_format()) == ((3,), torch.int16, MemoryFormat.BINARY)
+
+
+def test_byte_buffers_live_on_the_cpu_and_are_bounded():
     assert BufferAllocator("cpu").device == "cpu"
+    assert BufferAllocator().capacity_bytes == 5 << 30
     with pytest.raises(ValueError, match="cpu"):
         BufferAllocator("cuda")
-    obj = BufferAllocator().allocate((4,), "uint8")
-    BufferAllocator().free(obj)
-    assert BufferAllocator().get_ref_count(obj) == 1
-    assert obj.get_memory_format() is MemoryFormat.BINARY_BUFFER
+    with pytest.raises(ValueError, match="-1"):
+        BufferAllocator("cpu", -1)
+    with BufferAllocator().allocate((4,), "uint8") as obj:
+        assert obj.get_memory_format() is MemoryFormat.BINARY_BUFFER
+        assert bytes(obj.byte_array) == bytes(4)
+
+
+def test_a_budget_that_is_not_kept_is_noticed():
+    allocator = BufferAllocator("cpu", 100)
+    obj = allocator.allocate((10,), "uint8")
+    allocator.check_integrity()
+    allocator._room.used_bytes += 1
+    with pytest.raises(IntegrityError):
+        allocator.check_integrity()
+    allocator._room.used_bytes -= 1
+    obj.metadata.ref_count = 0
+    with pytest.raises(IntegrityError):
+        allocator.check_integrity()
+
+
+def test_metadata_takes_its_fields_in_the_documented_order():
+    metadata = MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 512, 1024, 2, MemoryFormat.KV_BLOB)
+    assert (metadata.address, metadata.phy_size, metadata.ref_count, metadata.fmt) == (512, 1024, 2, MemoryFormat.KV_BLOB)
+    assert MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 0, 12, 1).fmt is MemoryFormat.UNDEFINED
+    assert metadata.get_size() == 12
+    assert FreeBlock(512, 1024) == FreeBlock(start=512, size=1024)
+
+
+def test_metadata_keeps_what_users_of_torch_expect_of_a_shape():
+    with HostMemoryAllocator(CAPACITY).allocate((2, 3), torch.float16) as obj:
+        assert obj.metadata.shape.numel() == 6
 
 
 def test_formats_keep_their_documented_numbers():

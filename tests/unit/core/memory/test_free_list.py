@@ -36,6 +36,15 @@ def test_the_smallest_extent_that_fits_is_taken():
     free.check_integrity()
 
 
+def test_of_several_that_fit_as_well_the_one_freed_last_is_taken():
+    free = FreeList(CAPACITY)
+    taken = [free.allocate(1) for _ in range(6)]
+    for i in (4, 0, 2):
+        free.free(taken[i].start)
+    assert [free.allocate(1) for _ in range(3)] == [taken[2], taken[0], taken[4]]
+    free.check_integrity()
+
+
 def test_full_is_none_and_not_an_error():
     free = FreeList(CAPACITY)
     assert free.allocate(CAPACITY + 1) is None
@@ -104,8 +113,21 @@ def spoil_leak(free):
     free.used_bytes -= free._used.popitem()[1]
 
 
-def spoil_index(free):
-    free._by_size.clear()
+def spoil_bins(free):
+    free._bins.clear()
+
+
+def spoil_sizes(free):
+    free._sizes.clear()
+
+
+def spoil_ends(free):
+    [block] = free.free_blocks()
+    free._start_before[block.start + block.size] -= ALIGN_BYTES
+
+
+def spoil_end(free):
+    free._size_at[free.capacity - ALIGN_BYTES] = free._size_at.pop(ALIGN_BYTES)
 
 
 def spoil_coalescing(free):
@@ -115,7 +137,9 @@ def spoil_coalescing(free):
     free._insert(block.start + ALIGN_BYTES, block.size - ALIGN_BYTES)
 
 
-@pytest.mark.parametrize("spoil", [spoil_used_bytes, spoil_overlap, spoil_leak, spoil_index, spoil_coalescing])
+@pytest.mark.parametrize(
+    "spoil", [spoil_used_bytes, spoil_overlap, spoil_leak, spoil_bins, spoil_sizes, spoil_ends, spoil_end, spoil_coalescing]
+)
 def test_books_that_do_not_balance_are_noticed(spoil):
     free = FreeList(CAPACITY)
     free.allocate(1)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator, BufferAllocator, MemoryFormat
+from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface, MemoryFormat
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -184,9 +184,25 @@ def test_evict_bytes_frees_what_was_asked_and_spares_the_referenced(hot, removed
     held.release()
 
 
+class WithoutBounds(MemoryAllocatorInterface):
+    """All that the interface asks for, which is no word on capacity."""
+
+    def allocate(self, shape, dtype, fmt=MemoryFormat.UNDEFINED):
+        return None
+
+    def free(self, memory_obj):
+        raise AssertionError("nothing is handed out")
+
+    def get_ref_count(self, memory_obj):
+        return memory_obj.get_ref_count()
+
+    def check_integrity(self):
+        pass
+
+
 def test_an_unbounded_allocator_is_refused():
     with pytest.raises(TypeError, match="bounded"):
-        LocalCPUBackend(BufferAllocator(), create_policy())
+        LocalCPUBackend(WithoutBounds(), create_policy())
 
 
 async def test_close_empties_the_arena_without_reporting(hot, removed):

@@ -1,4 +1,4 @@
-"""Memory that holds chunks: formats, reference-counted objects, allocators, arenas.
+"""Memory that holds chunks: formats, reference-counted objects, allocators, arenas, pools.
 
 Allocators are resolved on first use: a serving process that only fills the sidecar's arena needs none of them, and a process without torch
 can import this package.
@@ -20,20 +20,38 @@ from lmcache_core.memory.base import (
 )
 from lmcache_core.memory.buffer import BufferAllocator, BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
+from lmcache_core.memory.pins import PinSession
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena, create_shared_arena
 
 if TYPE_CHECKING:
     from lmcache_core.memory.arena import ArenaAllocator, ArenaMemoryObj
     from lmcache_core.memory.free_list import ALIGN_BYTES, FreeList
-    from lmcache_core.memory.tensor import HostMemoryAllocator, TensorMemoryAllocator, TensorMemoryObj
+    from lmcache_core.memory.mixed import MixedMemoryAllocator
+    from lmcache_core.memory.pools import BasePool, KVObj, LocalCPUBufferPool, LocalCPUPool, LocalGPUPool, LocalPool
+    from lmcache_core.memory.tensor import (
+        GPUMemoryAllocator,
+        HostMemoryAllocator,
+        PinMemoryAllocator,
+        TensorMemoryAllocator,
+        TensorMemoryObj,
+    )
 
 _RESOLVED_LATER = MappingProxyType(
     {
         "ALIGN_BYTES": "free_list",
         "ArenaAllocator": "arena",
         "ArenaMemoryObj": "arena",
+        "BasePool": "pools",
         "FreeList": "free_list",
+        "GPUMemoryAllocator": "tensor",
         "HostMemoryAllocator": "tensor",
+        "KVObj": "pools",
+        "LocalCPUBufferPool": "pools",
+        "LocalCPUPool": "pools",
+        "LocalGPUPool": "pools",
+        "LocalPool": "pools",
+        "MixedMemoryAllocator": "mixed",
+        "PinMemoryAllocator": "tensor",
         "TensorMemoryAllocator": "tensor",
         "TensorMemoryObj": "tensor",
     }
@@ -43,17 +61,27 @@ __all__ = [
     "ALIGN_BYTES",
     "ArenaAllocator",
     "ArenaMemoryObj",
+    "BasePool",
     "BufferAllocator",
     "BytesBufferMemoryObj",
     "DTYPE_ITEMSIZE",
     "DescribedMemoryObj",
     "FreeBlock",
     "FreeList",
+    "GPUMemoryAllocator",
     "HostMemoryAllocator",
+    "KVObj",
+    "LocalCPUBufferPool",
+    "LocalCPUPool",
+    "LocalGPUPool",
+    "LocalPool",
     "MemoryAllocatorInterface",
     "MemoryFormat",
     "MemoryObj",
     "MemoryObjMetadata",
+    "MixedMemoryAllocator",
+    "PinMemoryAllocator",
+    "PinSession",
     "SharedArena",
     "TensorMemoryAllocator",
     "TensorMemoryObj",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import FreeBlock
@@ -18,16 +18,21 @@ def align_up(size: int, align: int = ALIGN_BYTES) -> int:
 class FreeList:
     """Offsets in `[0, capacity)`, cut at multiples of `ALIGN_BYTES`. Not thread-safe: its owner locks.
 
+    Free extents lie in one bin per size; the sizes that have a bin are sorted. A neighbour is found by the offset at which it
+    begins or ends, so that only a size that appears or vanishes costs O(log n), n being the number of different sizes.
+
     Args:
         capacity: Bytes to manage; a tail shorter than the alignment is left unused.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % ALIGN_BYTES
-        self._by_start: SortedDict = SortedDict()
-        self._by_size: SortedList = SortedList()
-        self._used: dict[int, int] = {}
         self.used_bytes = 0
+        self._used: dict[int, int] = {}
+        self._size_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._bins: dict[int, dict[int, None]] = {}
+        self._sizes: SortedList = SortedList()
         if self.capacity:
             self._insert(0, self.capacity)
 
@@ -38,20 +43,24 @@ class FreeList:
 
     def free_blocks(self) -> list[FreeBlock]:
         """The free extents, by start."""
-        return [FreeBlock(start, size) for start, size in self._by_start.items()]
+        return [FreeBlock(start, size) for start, size in sorted(self._size_at.items())]
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take the smallest free extent that holds `size` bytes (at least one alignment unit).
+        """Take the smallest free extent that holds `size` bytes (at least one alignment unit); of several, the one freed last.
 
         Returns:
             The extent taken, its size a multiple of the alignment; None when no extent is large enough.
         """
         wanted = align_up(max(size, 1))
-        at = self._by_size.bisect_left((wanted, -1))
-        if at == len(self._by_size):
-            return None
-        have, start = self._by_size[at]
-        self._remove(start, have)
+        have = wanted
+        if wanted not in self._bins:
+            at = self._sizes.bisect_left(wanted)
+            if at == len(self._sizes):
+                return None
+            have = self._sizes[at]
+        starts = self._bins[have]
+        start, _ = starts.popitem()  # O(1); a look at the last entry of a dict is O(n) once others after it were deleted
+        self._unindex(start, have, starts)
         if have > wanted:
             self._insert(start + wanted, have - wanted)
         self._used[start] = wanted
@@ -68,42 +77,69 @@ class FreeList:
         if size is None:
             raise IntegrityError(f"free of offset {start}: no block is handed out there")
         self.used_bytes -= size
-        at = self._by_start.bisect_left(start)
-        if at < len(self._by_start):
-            next_start, next_size = self._by_start.peekitem(at)
-            if start + size == next_start:
-                self._remove(next_start, next_size)
-                size += next_size
-        if at > 0:
-            prev_start, prev_size = self._by_start.peekitem(at - 1)
-            if prev_start + prev_size == start:
-                self._remove(prev_start, prev_size)
-                start, size = prev_start, prev_size + size
-        self._insert(start, size)
+        end = start + size
+        size_after = self._size_at.get(end)
+        if size_after is not None:
+            self._remove(end, size_after)
+            end += size_after
+        start_before = self._start_before.get(start)
+        if start_before is not None:
+            self._remove(start_before, start - start_before)
+            start = start_before
+        self._insert(start, end - start)
 
     def check_integrity(self) -> None:
-        """Compare the books.
+        """Compare the books, in O(n).
 
         Raises:
-            IntegrityError: Extents overlap, leave gaps, are not coalesced, or the sums are wrong.
+            IntegrityError: Extents overlap, leave gaps, are not coalesced, or the sums and indexes are wrong.
         """
-        extents = sorted([(s, n, True) for s, n in self._by_start.items()] + [(s, n, False) for s, n in self._used.items()])
-        at, was_free = 0, False
-        for start, size, is_free in extents:
-            if start != at or size <= 0 or size % ALIGN_BYTES:
-                raise IntegrityError(f"extent [{start}, {start + size}) does not follow {at}")
+        at, num_seen, was_free, used_bytes = 0, 0, False, 0
+        while at < self.capacity:
+            is_free = at in self._size_at
+            size = self._size_at[at] if is_free else self._used.get(at, 0)
+            if size <= 0 or size % ALIGN_BYTES:
+                raise IntegrityError(f"no extent, or one of {size} bytes, begins at {at}")
             if is_free and was_free:
-                raise IntegrityError(f"free extents meet at {start} and were not joined")
-            at, was_free = start + size, is_free
-        if at != self.capacity or self.used_bytes != sum(self._used.values()):
-            raise IntegrityError(f"extents end at {at} of {self.capacity}; used {self.used_bytes} against {sum(self._used.values())}")
-        if sorted(self._by_size) != sorted((n, s) for s, n in self._by_start.items()):
-            raise IntegrityError("the free extents by size are not those by start")
+                raise IntegrityError(f"free extents meet at {at} and were not joined")
+            used_bytes += 0 if is_free else size
+            at, num_seen, was_free = at + size, num_seen + 1, is_free
+        if at != self.capacity or used_bytes != self.used_bytes:
+            raise IntegrityError(
+                f"extents end at {at} of {self.capacity}; {used_bytes} bytes are handed out, the books say {self.used_bytes}"
+            )
+        if num_seen != len(self._size_at) + len(self._used):
+            raise IntegrityError(
+                f"{len(self._size_at)} free extents and {len(self._used)} taken ones overlap: only {num_seen} follow one another"
+            )
+        self._check_indexes()
+
+    def _check_indexes(self) -> None:
+        num_binned = sum(len(starts) for starts in self._bins.values())
+        if num_binned != len(self._size_at) or len(self._start_before) != len(self._size_at) or set(self._sizes) != set(self._bins):
+            raise IntegrityError("the free extents by size or by end are not those by start")
+        for start, size in self._size_at.items():
+            if start not in self._bins.get(size, ()) or self._start_before.get(start + size) != start:
+                raise IntegrityError(f"the free extent [{start}, {start + size}) is not where its size or its end says")
 
     def _insert(self, start: int, size: int) -> None:
-        self._by_start[start] = size
-        self._by_size.add((size, start))
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+        starts = self._bins.get(size)
+        if starts is None:
+            self._bins[size] = {start: None}
+            self._sizes.add(size)
+        else:
+            starts[start] = None
 
     def _remove(self, start: int, size: int) -> None:
-        del self._by_start[start]
-        self._by_size.remove((size, start))
+        starts = self._bins[size]
+        del starts[start]
+        self._unindex(start, size, starts)
+
+    def _unindex(self, start: int, size: int, starts: dict[int, None]) -> None:
+        del self._size_at[start]
+        del self._start_before[start + size]
+        if not starts:
+            del self._bins[size]
+            self._sizes.remove(size)

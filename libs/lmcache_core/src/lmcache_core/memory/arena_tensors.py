@@ -1,0 +1,81 @@
+"""Whole arenas as flat byte tensors: host, pinned host, device."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.memory.arena import touched_memory
+
+logger = logging.getLogger(__name__)
+
+
+def host_arena(size: int) -> torch.Tensor:
+    """uint8 `[size]` in host memory, aligned to a page and touched.
+
+    Raises:
+        ValueError: The size is negative.
+        CapacityError: The machine does not have that much.
+    """
+    return torch.frombuffer(touched_memory(size), dtype=torch.uint8)[:size]
+
+
+def device_arena(size: int, device: str) -> torch.Tensor:
+    """uint8 `[size]` on that device, touched.
+
+    Raises:
+        ValueError: The size is negative.
+        ConfigError: There is no such device.
+        CapacityError: It does not have that much memory.
+    """
+    where = torch.device(device)
+    if where.type == "cpu":
+        return host_arena(size)
+    if size < 0:
+        raise ValueError(f"size={size}: an arena cannot have less than no bytes")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={device!r}: this process sees {torch.cuda.device_count()} CUDA devices; install a CUDA build of torch and make "
+            "the GPU visible, or use device='cpu'"
+        )
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=where)
+    except torch.OutOfMemoryError as exc:
+        raise CapacityError(f"an arena of {size / (1 << 30):.2f} GB on {device}: {exc}; make it smaller") from exc
+
+
+def pin(arena: torch.Tensor, owner: object) -> bool:
+    """Lock a host arena's pages for CUDA, in place, until `owner` is collected; without CUDA, or when it refuses, say so in the log.
+
+    The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a power of two.
+
+    Returns:
+        Whether they are pinned.
+    """
+    if not torch.cuda.is_available():
+        logger.info("no CUDA device: the arena of %.2f GB is plain host memory", arena.nbytes / (1 << 30))
+        return False
+    if arena.nbytes == 0:
+        return False
+    code = int(_cuda_runtime().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
+    if code != 0:
+        logger.warning(
+            "CUDA cannot pin the arena of %.2f GB (error %d): it is plain host memory, copies will be slower",
+            arena.nbytes / (1 << 30),
+            code,
+        )
+        return False
+    weakref.finalize(owner, _unpin, arena)  # holds the arena, so that its pages cannot go before they are unpinned
+    return True
+
+
+def _unpin(arena: torch.Tensor) -> None:
+    _cuda_runtime().cudaHostUnregister(arena.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,156 @@
+"""Reference counts: what all allocators have in common, wherever their memory is. No torch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from lmcache_core.errors import IntegrityError
+from lmcache_core.memory.base import DescribedMemoryObj, FreeBlock, MemoryAllocatorInterface, MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.memory.dtypes import num_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Room(Protocol):
+    """Says what is taken and what is free. Not thread-safe: the allocator locks.
+
+    Attributes:
+        capacity: Bytes that can be taken.
+        used_bytes: Bytes taken.
+    """
+
+    capacity: int
+    used_bytes: int
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are taken."""
+
+    def allocate(self, size: int) -> FreeBlock | None:
+        """Take a block that holds `size` bytes; None when there is no room."""
+
+    def free(self, start: int) -> None:
+        """Give back the block that begins at `start`."""
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the books do not balance."""
+
+
+class CountedMemoryObj(DescribedMemoryObj):
+    """A memory object whose references its allocator counts.
+
+    Args:
+        metadata: What it holds.
+        allocator: Who takes it back; without one the memory belongs to the garbage collector and the count is always 1.
+    """
+
+    def __init__(self, metadata: MemoryObjMetadata, allocator: CountingAllocator | None) -> None:
+        super().__init__(metadata)
+        self._allocator = allocator
+
+    def ref_count_up(self) -> None:
+        """See `MemoryObj.ref_count_up`."""
+        if self._allocator is not None:
+            self._allocator.change_ref_count(self, +1)
+
+    def ref_count_down(self) -> None:
+        """See `MemoryObj.ref_count_down`."""
+        if self._allocator is not None:
+            self._allocator.change_ref_count(self, -1)
+
+    def get_ref_count(self) -> int:
+        """See `MemoryObj.get_ref_count`."""
+        return 1 if self._allocator is None else self._metadata.ref_count
+
+    def _require_held(self) -> None:
+        """Refuse to show memory that may be somebody else's by now."""
+        if self._allocator is not None and self._metadata.ref_count <= 0:
+            raise IntegrityError(f"memory at {self._metadata.address} is used after its last reference was given back")
+
+
+class CountingAllocator(MemoryAllocatorInterface):
+    """Keeps the books of objects that are handed out, and gives their room back with their last reference. Thread-safe.
+
+    Args:
+        room: What there is to hand out; belongs to this allocator.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._lock = threading.Lock()
+        self._handed_out: dict[int, MemoryObjMetadata] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that can be handed out."""
+        return self._room.capacity
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out, alignment included."""
+        return self._room.used_bytes
+
+    def change_ref_count(self, memory_obj: MemoryObj, by: int) -> None:
+        """Add `by` to the object's references and free it at zero.
+
+        Raises:
+            IntegrityError: The object is free already, or was handed out by another allocator.
+        """
+        meta = memory_obj.metadata
+        with self._lock:
+            self._require_ours(meta)
+            meta.ref_count += by
+            if meta.ref_count <= 0:
+                self._give_back(meta)
+
+    def free(self, memory_obj: MemoryObj) -> None:
+        """See `MemoryAllocatorInterface.free`; takes the memory whatever the references.
+
+        Raises:
+            IntegrityError: The object is free already (its address may be another one's by now), or was handed out by another allocator.
+        """
+        meta = memory_obj.metadata
+        with self._lock:
+            self._require_ours(meta)
+            self._give_back(meta)
+
+    def get_ref_count(self, memory_obj: MemoryObj) -> int:
+        """See `MemoryAllocatorInterface.get_ref_count`."""
+        return memory_obj.get_ref_count()
+
+    def check_integrity(self) -> None:
+        """See `MemoryAllocatorInterface.check_integrity`."""
+        with self._lock:
+            self._room.check_integrity()
+            held_bytes = sum(meta.phy_size for meta in self._handed_out.values())
+            if held_bytes != self._room.used_bytes or len(self._handed_out) != self._room.num_used_blocks:
+                raise IntegrityError(f"objects hold {held_bytes} bytes, {self._room.used_bytes} are taken")
+            if any(meta.ref_count < 1 for meta in self._handed_out.values()):
+                raise IntegrityError("memory is handed out on which nobody holds a reference")
+
+    def _take(self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat) -> MemoryObjMetadata | None:
+        """Room for that tensor, with one reference; None when there is none."""
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape={tuple(shape)}: a dimension is negative")
+        size = math.prod(shape) if dtype is None else num_bytes(shape, dtype)
+        with self._lock:
+            block = self._room.allocate(size)
+            if block is None:
+                return None
+            meta = MemoryObjMetadata(shape, dtype, block.start, block.size, 1, fmt)
+            self._handed_out[block.start] = meta
+        return meta
+
+    def _require_ours(self, meta: MemoryObjMetadata) -> None:
+        if self._handed_out.get(meta.address) is not meta:
+            why = "was handed out by another allocator" if meta.ref_count > 0 else "is free already"
+            raise IntegrityError(f"memory at {meta.address} {why}: its references cannot be changed here")
+
+    def _give_back(self, meta: MemoryObjMetadata) -> None:
+        meta.ref_count = 0
+        del self._handed_out[meta.address]
+        self._room.free(meta.address)
