@@ -238,9 +238,9 @@ async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):
     may_go_on = threading.Event()
 
     class Stalled(DiskFiles):
-        def read(self, path, buffers):
+        def read(self, fd, buffer, at):
             may_go_on.wait(10)
-            return super().read(path, buffers)
+            return super().read(fd, buffer, at)
 
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Stalled(), num_threads=2)
     await disk.open()

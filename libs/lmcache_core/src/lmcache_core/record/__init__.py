@@ -12,7 +12,7 @@ from lmcache_core.record.codec import (
     encode_head,
     verify_payload,
 )
-from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest
+from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import RAW_SERDE, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
 from lmcache_core.record.hot_verifier import HotVerifier
 
@@ -38,6 +38,7 @@ __all__ = [
     "decode_prefix",
     "encode_head",
     "payload_digest",
+    "payload_hasher",
     "raw_header",
     "verify_payload",
 ]

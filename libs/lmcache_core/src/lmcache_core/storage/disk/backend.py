@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
 
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryObj
+from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.disk.documented import DocumentedDiskMethods, PutTasks
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
+from lmcache_core.storage.disk.pool import FilePool, wait_all
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
 from lmcache_core.storage.eviction import EvictionPolicy, create_policy
 
@@ -30,11 +31,10 @@ LOAD_WAIT_S = 1.0
 """How long `open` waits for the directory to be read; a large one goes on in the background."""
 CLOSE_WAIT_S = 10.0
 
-T = TypeVar("T")
-_Job = tuple[int, MemoryObj, "concurrent.futures.Future[Result]"]
+_Job = tuple[int, MemoryObj, "Future[Result]"]
 
 
-class LocalDiskBackend(StorageBackend):
+class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
     """Chunks in a directory that one process owns. What is complete is served again after any kind of end.
 
     A disk that is full, read-only or failing turns into misses and refused writes; it is tried again by itself. Until the
@@ -49,6 +49,7 @@ class LocalDiskBackend(StorageBackend):
             are then misses.
         num_threads: Bound on file operations at once.
         files: How files are touched.
+        memory_allocator: Where `get_blocking` and the other documented methods put what they read; without one, plain bytes.
 
     Raises:
         ConfigError: The capacity is not positive.
@@ -65,6 +66,7 @@ class LocalDiskBackend(StorageBackend):
         fsync: bool = False,
         num_threads: int = DEFAULT_NUM_THREADS,
         files: DiskFiles | None = None,
+        memory_allocator: MemoryAllocatorInterface | None = None,
     ) -> None:
         if capacity_bytes <= 0:
             raise ConfigError(f"disk tier {root}: capacity of {capacity_bytes} bytes; it must be positive")
@@ -72,13 +74,13 @@ class LocalDiskBackend(StorageBackend):
         self._files = files or DiskFiles()
         self._index = DiskIndex(capacity_bytes, policy or create_policy())
         self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync)
+        self._pool = FilePool("lmcache-disk", num_threads)
+        self._allocator = memory_allocator or BufferAllocator()
+        self._put_tasks = PutTasks()
         self._lock = DirectoryLock(self._layout.lock)
         self._on_removed = on_removed
-        self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loading: concurrent.futures.Future[None] | None = None
-        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._loading: Future[None] | None = None
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -87,13 +89,12 @@ class LocalDiskBackend(StorageBackend):
             ConfigError: Another process owns it.
             UnavailableError: It cannot be made, locked or read.
         """
-        assert self._pool is None, "a disk tier is opened once"
         self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lmcache-disk")
+        self._pool.open()
         try:
-            await asyncio.wrap_future(self._submit(self._acquire))
-            self._loading = self._submit(self._store.load)
-            await _wait([self._loading], LOAD_WAIT_S)
+            await self._pool.run(self._acquire)
+            self._loading = self._pool.submit(self._store.load)
+            await wait_all([self._loading], LOAD_WAIT_S)
             if self._loading.done():
                 self._loading.result()
             else:
@@ -107,22 +108,15 @@ class LocalDiskBackend(StorageBackend):
 
     async def close(self) -> None:
         """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory up. Idempotent."""
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        pool.shutdown(wait=False, cancel_futures=True)
-        if self._running:
-            await _wait(list(self._running), CLOSE_WAIT_S)
-        if self._running:
-            logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
-        else:
-            await asyncio.to_thread(pool.shutdown)  # threads that only have to give back the memory of reads that nobody waited for
+        if await self._pool.close(CLOSE_WAIT_S):
             self._lock.release()
+        else:
+            logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
 
     async def wait_loaded(self) -> None:
         """Wait until the directory has been read, or could not be."""
         if self._loading is not None:
-            await _wait([self._loading])
+            await wait_all([self._loading])
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -130,7 +124,7 @@ class LocalDiskBackend(StorageBackend):
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. Files are read straight into memory from `allocate` and verified in the threads."""
-        self._check_open()
+        self._pool.check_open()
         results: list[Result] = []
         jobs: list[_Job] = []
         for i, key in enumerate(keys):
@@ -142,7 +136,7 @@ class LocalDiskBackend(StorageBackend):
                 results.append(Miss(MissReason.NO_MEMORY))
             else:
                 results.append(Miss(MissReason.UNAVAILABLE))
-                jobs.append((i, memory, self._submit(self._store.read, key, entry, memory)))
+                jobs.append((i, memory, self._pool.submit(self._store.read, key, entry, memory)))
         if jobs:
             await self._await_reads(jobs, timeout_s)
         for i, memory, future in jobs:
@@ -157,11 +151,10 @@ class LocalDiskBackend(StorageBackend):
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`. False also when the disk does not take writes just now."""
-        if self._loading is None or not self._loading.done():
+        if not self._takes_writes():
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
-        if futures:
-            await _wait(futures)
+        await wait_all(futures)
         return [not future.cancelled() and future.result() for future in futures]
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
@@ -193,21 +186,9 @@ class LocalDiskBackend(StorageBackend):
         """
         self._index.check_integrity()
 
-    def _check_open(self) -> None:
-        if self._pool is None:
-            raise UnavailableError("the disk tier is not open")
-
-    def _submit(self, work: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-        self._check_open()
-        assert self._pool is not None
-        future = self._pool.submit(work, *arguments)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
-
     async def _await_reads(self, jobs: Sequence[_Job], timeout_s: float | None) -> None:
         try:
-            await _wait([future for _, _, future in jobs], timeout_s)
+            await wait_all([future for _, _, future in jobs], timeout_s)
             for _, _, future in jobs:
                 if future.done() and not future.cancelled() and (bug := future.exception()) is not None:
                     raise bug
@@ -220,21 +201,17 @@ class LocalDiskBackend(StorageBackend):
         self._files.make_directory(self._layout.root)
         self._lock.acquire()
 
+    def _takes_writes(self) -> bool:
+        return self._loading is not None and self._loading.done()
+
     def _keys_of(self, tenant: str | None) -> list[ChunkKey]:
         held = self._index.keys()
         return [key for key in held if tenant is None or key.tenant == tenant]
 
-    def _submit_write(self, chunk: Chunk) -> concurrent.futures.Future[bool]:
-        self._check_open()
-        chunk.memory.ref_count_up()
-        future = self._submit(self._store.write, chunk)
-        future.add_done_callback(lambda _: chunk.release())
-        return future
-
     async def _when_loaded(self, work: Callable[[], int]) -> int:
-        self._check_open()
+        self._pool.check_open()
         await self.wait_loaded()
-        return await asyncio.shield(asyncio.wrap_future(self._submit(work)))
+        return await self._pool.run(work)
 
     def _report(self, key: ChunkKey) -> None:
         if self._on_removed is not None and self._loop is not None:
@@ -242,28 +219,20 @@ class LocalDiskBackend(StorageBackend):
                 self._loop.call_soon_threadsafe(self._on_removed, key)
 
 
-async def _wait(futures: Sequence[concurrent.futures.Future[Any]], timeout_s: float | None = None) -> None:
-    """Wait until they are done; what they hold is read from them afterwards. Cancelling the wait cancels none of them."""
-    done, _ = await asyncio.wait([asyncio.wrap_future(future) for future in futures], timeout=timeout_s)
-    for future in done:
-        if not future.cancelled():
-            future.exception()  # seen, so that it is not reported as overlooked
-
-
-def _abandon(future: concurrent.futures.Future[Result], memory: MemoryObj) -> None:
+def _abandon(future: Future[Result], memory: MemoryObj) -> None:
     if future.cancel():
         memory.ref_count_down()
     else:
         future.add_done_callback(_release_result)
 
 
-def _release_result(future: concurrent.futures.Future[Result]) -> None:
+def _release_result(future: Future[Result]) -> None:
     if not future.cancelled() and future.exception() is None:
         result = future.result()
         if isinstance(result, Chunk):
             result.release()
 
 
-def _log_failure(future: concurrent.futures.Future[None]) -> None:
+def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (failure := future.exception()) is not None:
         logger.error("the disk tier's directory cannot be read; it stays empty: %s", failure)

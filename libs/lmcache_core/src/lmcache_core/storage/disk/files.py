@@ -63,21 +63,18 @@ class DiskFiles:
         """Remove a file, unless it is gone already."""
         path.unlink(missing_ok=True)
 
-    def read(self, path: Path, buffers: Sequence[bytearray | memoryview]) -> int:
-        """Fill the buffers from the file's beginning; the number of bytes read, fewer than they hold if the file is shorter."""
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-            at = 0
-            while left:
-                got = os.preadv(fd, left, at)
-                if got == 0:
-                    break
-                at += got
-                while left and got >= len(left[0]):
-                    got -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][got:]
-            return at
-        finally:
-            os.close(fd)
+    def open(self, path: Path) -> int:
+        """A descriptor for reading a file; links are not followed."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
+        """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than it holds if the file ends before."""
+        left = memoryview(buffer).cast("B")
+        begin = at
+        while len(left):
+            got = os.preadv(fd, [left], at)
+            if got == 0:
+                break
+            at += got
+            left = left[got:]
+        return at - begin

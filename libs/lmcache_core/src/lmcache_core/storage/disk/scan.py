@@ -8,12 +8,11 @@ from pathlib import Path
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import MAX_HEAD_BYTES, RecordReason, decode_head, decode_prefix
+from lmcache_core.record import RecordReason, decode_head
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry
 from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, record_name, tenant_of
-
-FIRST_READ_BYTES = 4096
+from lmcache_core.storage.disk.record_file import opened, read_head
 
 
 @dataclass
@@ -40,7 +39,7 @@ def scan(layout: DiskLayout, files: DiskFiles) -> Found:
         try:
             status = files.stat(path)
             size = status.st_size
-            key, entry = _read_entry(files, tenant, path, size)
+            key, entry = read_entry(files, tenant, path, size)
         except FileNotFoundError:
             continue
         except (OSError, RecordError):
@@ -81,17 +80,25 @@ def _names(files: DiskFiles, path: Path) -> list[str] | None:
         return None
 
 
-def _read_entry(files: DiskFiles, tenant: str, path: Path, size: int) -> tuple[ChunkKey, DiskEntry]:
-    first = bytearray(min(size, FIRST_READ_BYTES))
-    files.read(path, [first])
-    prefix = decode_prefix(first)
-    if prefix.head_bytes > len(first):
-        first = bytearray(min(size, MAX_HEAD_BYTES))
-        files.read(path, [first])
-    header, payload_bytes = decode_head(memoryview(first)[: prefix.head_bytes])
-    if prefix.head_bytes + payload_bytes != size:
-        raise RecordError(RecordReason.SHORT, f"{size} bytes, its head says {prefix.head_bytes + payload_bytes}")
+def read_entry(files: DiskFiles, tenant: str, path: Path, size: int) -> tuple[ChunkKey, DiskEntry]:
+    """What a record file says that it holds.
+
+    Args:
+        files: How it is touched.
+        tenant: Whose directory it lies in.
+        path: The file.
+        size: Its size, bytes.
+
+    Raises:
+        RecordError: It is not a whole record of the key that it is named after.
+        OSError: It cannot be read.
+    """
+    with opened(files, path) as fd:
+        head = read_head(files, fd)
+    header, payload_bytes = decode_head(head)
+    if len(head) + payload_bytes != size:
+        raise RecordError(RecordReason.SHORT, f"{size} bytes, its head says {len(head) + payload_bytes}")
     key = header.engine_key()
     if record_name(key) != path.name:
         raise RecordError(RecordReason.WRONG_KEY, "the file is not named after its key")
-    return ChunkKey(tenant, key), DiskEntry(prefix.head_bytes, payload_bytes, header.lossy)
+    return ChunkKey(tenant, key), DiskEntry(len(head), payload_bytes, header.lossy)

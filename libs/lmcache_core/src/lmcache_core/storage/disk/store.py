@@ -12,13 +12,14 @@ from pathlib import Path
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordReason, decode_head, verify_payload
+from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordReason, decode_head
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout, charged_bytes
 from lmcache_core.storage.disk.quarantine import Quarantine
-from lmcache_core.storage.disk.scan import scan
+from lmcache_core.storage.disk.record_file import name_record, opened, read_head, read_payload, write_record
+from lmcache_core.storage.disk.scan import read_entry, scan
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -95,9 +96,10 @@ class DiskStore:
         Returns:
             True when a record for that key is complete and readable.
         """
-        if not self._index.wants(chunk.key, chunk.header.lossy):
+        if not self._index.wants(chunk.key, chunk.lossy):
             return True
-        entry = DiskEntry(len(chunk.head), chunk.memory.get_size(), chunk.header.lossy)
+        payload_bytes = chunk.memory.get_size()
+        entry = DiskEntry(chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy)
         path = self._path(chunk.key)
         if path is None or entry.charge > self._index.capacity_bytes or not self._backoff.allows():
             self._counters.add("rejected_writes")
@@ -124,16 +126,51 @@ class DiskStore:
             entry: What the index said about it.
             memory: Room for the payload; its reference passes to the chunk returned, or is given back.
         """
-        head = bytearray(entry.head_bytes)
         try:
-            header = self._read_into(key, head, memory.byte_array)
+            head, header = self._read_into(key, entry, memory.byte_array)
         except (OSError, RecordError) as exc:
             memory.ref_count_down()
             return self._unreadable(key, entry, exc)
         except BaseException:
             memory.ref_count_down()
             raise
-        return Chunk(key, header, bytes(head), memory, TIER_NAME)
+        return Chunk(key, header, head, memory, TIER_NAME)
+
+    def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
+        """What a record holds, read from its head; a damaged one is dealt with as by `read`."""
+        try:
+            with opened(self._files, self._layout.record(key)) as fd:
+                return decode_head(read_head(self._files, fd, entry.head_bytes), key.key)[0]
+        except (OSError, RecordError) as exc:
+            return self._unreadable(key, entry, exc)
+
+    def adopt(self, key: ChunkKey, payload_bytes: int | None = None) -> bool:
+        """Serve a record that somebody has put in its place.
+
+        Args:
+            key: Its name.
+            payload_bytes: Only if its payload has this length.
+
+        Returns:
+            True when a record for that key is complete, as far as its head tells, and readable; False when the file is none of that
+            key, or there is no room for it.
+        """
+        path = self._path(key)
+        if path is None:
+            return False
+        try:
+            _, entry = read_entry(self._files, key.tenant, path, self._files.stat(path).st_size)
+        except (OSError, RecordError):
+            return False
+        if payload_bytes not in (None, entry.payload_bytes):
+            return False
+        with self._names_lock:
+            if not self._index.wants(key, entry.lossy):
+                return True
+            if not self._index.reserve(entry.charge):
+                return False
+            self._index.commit(key, entry)
+        return True
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks and remove their files; how many were held. A file that cannot be removed stays charged."""
@@ -169,10 +206,10 @@ class DiskStore:
         temporary = self._layout.new_temporary()
         is_committed = False
         try:
-            self._write_file(chunk, temporary)
+            write_record(self._files, temporary, chunk, self._fsync)
             with self._names_lock:
-                if self._index.wants(chunk.key, chunk.header.lossy):
-                    self._rename(temporary, path)
+                if self._index.wants(chunk.key, chunk.lossy):
+                    name_record(self._files, temporary, path, self._layout.root, self._fsync)
                     self._quarantine.forget(path)
                     self._index.commit(chunk.key, entry)
                     is_committed = True
@@ -182,29 +219,6 @@ class DiskStore:
         if self._fsync:
             self._files.sync_directory(path.parent)
         return True
-
-    def _write_file(self, chunk: Chunk, path: Path) -> None:
-        try:
-            fd = self._files.create(path)
-        except FileNotFoundError:
-            self._files.make_directory(path.parent)
-            fd = self._files.create(path)
-        try:
-            self._files.write(fd, [chunk.head, chunk.memory.byte_array])
-            if self._fsync:
-                self._files.sync(fd)
-        finally:
-            self._files.close(fd)
-
-    def _rename(self, source: Path, target: Path) -> None:
-        try:
-            self._files.rename(source, target)
-        except FileNotFoundError:
-            self._files.make_directory(target.parent)
-            if self._fsync:
-                for directory in (target.parent.parent, self._layout.root):
-                    self._files.sync_directory(directory)
-            self._files.rename(source, target)
 
     def _discard(self, temporary: Path, charge: int) -> None:
         try:
@@ -237,15 +251,14 @@ class DiskStore:
         self._on_removed(key)
         return True
 
-    def _read_into(self, key: ChunkKey, head: bytearray, payload: memoryview) -> RecordHeader:
-        probe = bytearray(1)
-        if self._files.read(self._layout.record(key), [head, payload, probe]) != len(head) + len(payload):
-            raise RecordError(RecordReason.SHORT, "the file does not have the length of its record")
-        header, payload_bytes = decode_head(head, key.key)
-        if payload_bytes != len(payload):
-            raise RecordError(RecordReason.SHORT, f"payload of {payload_bytes} bytes, {len(payload)} expected")
-        verify_payload(header, payload)
-        return header
+    def _read_into(self, key: ChunkKey, entry: DiskEntry, payload: memoryview) -> tuple[bytes, RecordHeader]:
+        with opened(self._files, self._layout.record(key)) as fd:
+            head = read_head(self._files, fd, entry.head_bytes)
+            header, payload_bytes = decode_head(head, key.key)
+            if payload_bytes != len(payload):
+                raise RecordError(RecordReason.SHORT, f"payload of {payload_bytes} bytes, {len(payload)} expected")
+            read_payload(self._files, fd, len(head), header, payload)
+        return head, header
 
     def _unreadable(self, key: ChunkKey, entry: DiskEntry, exc: OSError | RecordError) -> Miss:
         is_missing = isinstance(exc, FileNotFoundError)
