@@ -23,7 +23,10 @@ UNSAFE_IMPORTS = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec"}
 
 # Where any exception may be caught and not raised again: the task supervisor.
-BROAD_EXCEPT_PLACES = {"libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py"}
+BROAD_EXCEPT_PLACES = {
+    "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",  # the task supervisor
+    "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
+}
 # Who may read the environment: settings and the engine's config.
 ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config/sources\.py)$")
 # Constructors whose parameters the documented API fixes.
