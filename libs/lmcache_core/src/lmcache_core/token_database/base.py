@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ class MultimodalSpan:
 
 
 class TokenDatabase(ABC):
-    """Turns tokens into the keys of their chunks."""
+    """Turns tokens into the keys of their chunks. One is asked by many threads at once.
+
+    Only `process_tokens(tokens, mask)` must be there. One without the parameter `spans` serves text, since spans are only given
+    where there are some; one without `use_salt` serves tenants without salt.
+    """
 
     @abstractmethod
     def process_tokens(
@@ -63,6 +68,11 @@ class TokenDatabase(ABC):
             ValueError: The mask is not of that form, or a token id is negative or above 2^32-1.
         """
 
-    @abstractmethod
     def use_salt(self, salt: str) -> None:
-        """Make the salt part of every key from now on."""
+        """Make the salt part of every key from now on.
+
+        Raises:
+            ConfigError: This database knows no salt, and the salt is not empty: without it, tenants would share keys.
+        """
+        if salt:
+            raise ConfigError(f"salt: {type(self).__name__} does not make it part of its keys; use a token database that does, or no salt")

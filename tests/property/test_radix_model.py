@@ -1,0 +1,105 @@
+"""The radix tree against a dict of prefixes with exact least-recently-used eviction, and its database against the one that only hashes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
+from lmcache_core.token_database.radix_tree import RadixTree
+
+MAX_BLOCKS = 7
+SEQUENCES = st.lists(st.sampled_from([b"a", b"b"]), max_size=9)
+Prefix = tuple[bytes, ...]
+
+
+class Tree(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree: RadixTree[Prefix] = RadixTree(MAX_BLOCKS)
+        self.last_use: dict[Prefix, int] = {}
+        self.num_uses = 0
+
+    def known(self, blocks: list[bytes]) -> list[Prefix]:
+        prefixes = (tuple(blocks[: i + 1]) for i in range(len(blocks)))
+        return [prefix for prefix in prefixes if prefix in self.last_use]
+
+    def use(self, prefixes: list[Prefix]) -> None:
+        self.num_uses += 1
+        self.last_use.update(dict.fromkeys(prefixes, self.num_uses))
+
+    @rule(blocks=SEQUENCES)
+    def find(self, blocks: list[bytes]) -> None:
+        want = self.known(blocks)
+        assert self.tree.find(blocks) == want
+        self.use(want)
+
+    @rule(blocks=SEQUENCES)
+    def insert(self, blocks: list[bytes]) -> None:
+        prefixes = [tuple(blocks[: i + 1]) for i in range(len(blocks))]
+        self.tree.insert(blocks, prefixes)
+        self.use(prefixes[:MAX_BLOCKS])
+        while len(self.last_use) > MAX_BLOCKS:
+            inner = {prefix[:-1] for prefix in self.last_use}
+            leaves = [prefix for prefix in self.last_use if prefix not in inner]
+            del self.last_use[min(leaves, key=self.last_use.__getitem__)]
+
+    @rule(blocks=SEQUENCES)
+    def measure(self, blocks: list[bytes]) -> None:
+        assert self.tree.prefix_length(blocks) == len(self.known(blocks))
+
+    @invariant()
+    def holds_exactly_what_the_model_holds(self) -> None:
+        self.tree.check_integrity()
+        assert self.tree.num_blocks == len(self.last_use)
+        assert self.tree.num_nodes <= len(self.last_use)
+        for prefix in self.last_use:
+            assert self.tree.prefix_length(prefix) == len(prefix)
+
+
+MAX_TOKENS = 6 * CHUNK_SIZE
+TOKENS = st.lists(st.sampled_from([0, 1, 2**32 - 1]), max_size=CHUNK_SIZE).flatmap(
+    lambda chunk: st.integers(0, 8).flatmap(
+        lambda repeats: st.lists(st.integers(0, 1), max_size=2 * CHUNK_SIZE).map(lambda end: chunk * repeats + end)
+    )
+)
+SPANS = st.lists(st.builds(MultimodalSpan, st.sampled_from([b"cat", b"dog"]), st.integers(0, 20), st.integers(1, 9)), max_size=2)
+
+
+class Database(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.radix = RadixTokenDatabase(make_config(), METADATA, MAX_TOKENS)
+        self.hashing = ChunkedTokenDatabase(make_config(), METADATA)
+
+    @rule(tokens=TOKENS, spans=SPANS, skipped=st.integers(0, 9))
+    def name(self, tokens: list[int], spans: list[MultimodalSpan], skipped: int) -> None:
+        num_false = min(skipped, len(tokens) // CHUNK_SIZE) * CHUNK_SIZE
+        mask = torch.arange(len(tokens)) >= num_false
+        assert named(self.radix, tokens, mask, spans) == named(self.hashing, tokens, mask, spans)
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        assert self.radix.longest_prefix(ids, spans) == min(len(tokens) // CHUNK_SIZE * CHUNK_SIZE, MAX_TOKENS)
+
+    @rule(salt=st.sampled_from(["", "a"]))
+    def use_salt(self, salt: str) -> None:
+        for database in (self.radix, self.hashing):
+            database.use_salt(salt)
+        assert self.radix.num_chunks == 0
+
+    @rule()
+    def clear(self) -> None:
+        self.radix.clear()
+        assert self.radix.num_chunks == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.radix.check_integrity()
+        assert self.radix.num_chunks * CHUNK_SIZE <= MAX_TOKENS
+
+
+Tree.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Database.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTree = Tree.TestCase
+TestDatabase = Database.TestCase
