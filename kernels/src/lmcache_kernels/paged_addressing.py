@@ -2,72 +2,98 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.paged_layout import PagedLayout, row_strides
+from lmcache_kernels.paged_copy import PagedCopy
 
-# Not tuned yet: 8 rows of 1 KiB, so that 128 threads copy eight words each.
+# Not tuned on a GPU: 8 rows of 1 KiB, so that 128 threads copy eight words each.
 TILE_TOKENS = tl.constexpr(8)
 TILE_WORDS = tl.constexpr(128)
 MAX_GRID_Y_Z = 65535
 """Largest second and third grid dimension. Source: CUDA C++ Programming Guide, "Compute Capabilities"."""
+VECTOR_BYTES = 16
+"""Widest load of one thread. Source: PTX ISA, "Vectors": 128 bits."""
 
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_addresses(  # type: ignore[no-untyped-def]
-    table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORD: tl.constexpr
+    table_ptr,
+    slots_ptr,
+    blob_ptr,
+    num_tokens,
+    ROW_WORDS: tl.constexpr,
+    RUN_WORDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Addresses of this program's tile in the pages and in the chunk.
 
-    Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of pages `s` (K of every layer, then V), words `[j * TILE_WORDS, …)` of each row.
+    Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer), words `[j * TILE_WORDS, …)` of each row.
 
     Args:
-        table_ptr: int64 `[2 * num_layers, 3]` on the device: address, block stride and token stride (words) of each of the pages.
+        table_ptr: int64 `[num page tensors, 4]` on the device, bytes: address and strides of block, token, head of each.
         slots_ptr: int64 `[num_tokens]`.
-        blob_ptr: The chunk, `[2 * num_layers, num_tokens, ROW_WORDS]` words.
+        blob_ptr: The chunk, `[num page tensors, num_tokens, ROW_WORDS]` words.
         num_tokens: Tokens in the chunk.
-        ROW_WORDS: Words in a row.
+        ROW_WORDS: Words of a token.
+        RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
         BLOCK_SIZE: Tokens in a block.
         WORD: Integer type of a word.
+        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of, at least a word.
 
     Returns:
         `(page_ptrs, blob_ptrs, mask)`, each `[TILE_TOKENS, TILE_WORDS]`.
     """
+    WORD_BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
+    ALIGNMENT_WORDS: tl.constexpr = ALIGNMENT_BYTES // WORD_BYTES
     page = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     columns = tl.program_id(2).to(tl.int64) * TILE_WORDS + tl.arange(0, TILE_WORDS)
-    base = tl.load(table_ptr + page * 3).to(tl.pointer_type(WORD))
-    block_stride = tl.load(table_ptr + page * 3 + 1)
-    token_stride = tl.load(table_ptr + page * 3 + 2)
+    base = tl.multiple_of(tl.load(table_ptr + page * 4).to(tl.pointer_type(WORD)), ALIGNMENT_BYTES)
+    block_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 1) // WORD_BYTES, ALIGNMENT_WORDS)
+    token_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 2) // WORD_BYTES, ALIGNMENT_WORDS)
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=0)
     rows = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * token_stride
-    page_ptrs = base + rows[:, None] + columns[None, :]
+    if RUN_WORDS == ROW_WORDS:
+        places = columns
+    else:
+        head_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 3) // WORD_BYTES, ALIGNMENT_WORDS)
+        places = (columns // RUN_WORDS) * head_stride + columns % RUN_WORDS
+    page_ptrs = base + rows[:, None] + places[None, :]
     blob_rows = (page * num_tokens + tokens) * ROW_WORDS
-    blob_ptrs = blob_ptr.to(tl.pointer_type(WORD)) + blob_rows[:, None] + columns[None, :]
+    blob_base = tl.multiple_of(blob_ptr.to(tl.pointer_type(WORD)), ALIGNMENT_BYTES)
+    blob_ptrs = blob_base + blob_rows[:, None] + columns[None, :]
     mask = (tokens < num_tokens)[:, None] & (columns < ROW_WORDS)[None, :]
     return page_ptrs, blob_ptrs, mask
 
 
-def launch_grid(layout: PagedLayout, word_bytes: int) -> tuple[int, int, int]:
-    """Programs that cover the chunk: tiles of tokens, pages, tiles of words.
+def launch_grid(copy: PagedCopy) -> tuple[int, int, int]:
+    """Programs that cover the chunk: tiles of tokens, page tensors, tiles of words.
 
     Raises:
         KernelInputError: A row or the number of layers is too large for one launch.
     """
-    tile_tokens, tile_words = int(TILE_TOKENS.value), int(TILE_WORDS.value)
-    num_words = layout.row_bytes // word_bytes
-    grid = (-(-layout.slots.numel() // tile_tokens), len(layout.pages), -(-num_words // tile_words))
+    num_words = copy.pages.row_bytes // copy.word_bytes
+    grid = (-(-copy.num_tokens // int(TILE_TOKENS.value)), len(copy.pages.tensors), -(-num_words // int(TILE_WORDS.value)))
     if max(grid[1:]) > MAX_GRID_Y_Z:
-        raise KernelInputError(f"{grid[1]} pages of rows of {layout.row_bytes} bytes are too many for one launch")
+        raise KernelInputError(f"{grid[1]} pages of rows of {copy.pages.row_bytes} bytes are too many for one launch")
     return grid
 
 
-def pointer_table(layout: PagedLayout, word_bytes: int) -> torch.Tensor:
-    """The table that `tile_addresses` reads: int64 `[2 * num_layers, 3]` on the pages' device."""
-    rows = [(page.data_ptr(), *(stride * page.element_size() // word_bytes for stride in row_strides(page))) for page in layout.pages]
-    return torch.tensor(rows, dtype=torch.int64).to(layout.blob.device)
+def launch_arguments(copy: PagedCopy) -> dict[str, Any]:
+    """The compile-time arguments of both kernels, by name."""
+    return {
+        "ROW_WORDS": copy.pages.row_bytes // copy.word_bytes,
+        "RUN_WORDS": copy.pages.run_bytes // copy.word_bytes,
+        "BLOCK_SIZE": copy.pages.block_size,
+        "WORD": WORD_TYPES[copy.word_bytes],
+        "ALIGNMENT_BYTES": math.gcd(VECTOR_BYTES, copy.alignment_bytes),
+    }

@@ -23,9 +23,10 @@ arguments = {"table_ptr": "*i64", "slots_ptr": "*i64", "blob_ptr": "*u8"}
 for kernel in (paged_gather_kernel, paged_scatter_kernel):
     for word in WORD_TYPES.values():
         for num_tokens in ({"num_tokens": 1}, {}):
-            fixed = {"ROW_WORDS": 250, "BLOCK_SIZE": 3, "WORD": word} | num_tokens
-            signature = arguments | {"num_tokens": "i32"} | dict.fromkeys(fixed, "constexpr")
-            assert "cubin" in compile(ASTSource(kernel, signature, fixed), target=target).asm
+            for run_words in (250, 50):
+                fixed = {"ROW_WORDS": 250, "RUN_WORDS": run_words, "BLOCK_SIZE": 3, "WORD": word, "ALIGNMENT_BYTES": 16} | num_tokens
+                signature = arguments | {"num_tokens": "i32"} | dict.fromkeys(fixed, "constexpr")
+                assert "cubin" in compile(ASTSource(kernel, signature, fixed), target=target).asm
 """
 
 

@@ -1,22 +1,15 @@
-"""The torch reference of `paged_gather`, which is also its implementation on every device but CUDA."""
+"""The torch reference of `paged_gather`, which is also its implementation on devices other than CPU and CUDA."""
 
 from __future__ import annotations
 
 import torch
 
-from lmcache_kernels.paged_layout import PagedLayout
+from lmcache_kernels.paged_copy import PagedCopy
 
 
-def paged_gather_reference(layout: PagedLayout) -> None:
-    """Fill `layout.blob`: `blob[s, l, t] = pages[s, l][slots[t] // block_size, slots[t] % block_size]`.
-
-    Args:
-        layout: Checked, its slots too; the slots on the pages' device.
-    """
+def paged_gather_reference(copy: PagedCopy) -> None:
+    """Fill the chunk: `blob[s, l, t] = pages[s, l][slots[t] // block_size, slots[t] % block_size]`."""
+    blocks, offsets = copy.slots // copy.pages.block_size, copy.slots % copy.pages.block_size
     with torch.inference_mode():
-        for source, target in zip(layout.page_words(), layout.blob_words(), strict=True):
-            num_blocks, block_size, row_words = source.shape
-            if num_blocks == 1 or block_size == 1 or source.stride(0) == block_size * source.stride(1):
-                torch.index_select(source.view(num_blocks * block_size, row_words), 0, layout.slots, out=target)
-            else:
-                target.copy_(source[layout.slots // block_size, layout.slots % block_size])
+        for source, target in zip(copy.page_words(), copy.blob_words(), strict=True):
+            target.copy_(source[blocks, offsets])

@@ -50,7 +50,7 @@ def interleaved(dtype=torch.bfloat16, seed=0):
 
 
 def snapshot(caches):
-    return [side.view(torch.uint8).clone() for layer in caches for side in layer]
+    return [side.contiguous().view(torch.uint8).clone() for layer in caches for side in layer if isinstance(side, torch.Tensor)]
 
 
 def same(left, right):
@@ -127,7 +127,9 @@ REFUSED = {
     "hidden size of another model": {"kvcaches": [torch.zeros(2, *SHAPE[:3], 6, dtype=torch.bfloat16) for _ in range(LAYERS)]},
     "pages without heads": {"kvcaches": [t.flatten(3) for t in stacked()]},
     "pages of another dtype": {"kvcaches": stacked(torch.float16)},
-    "heads outside the tokens": {"kvcaches": [t.transpose(2, 3).contiguous().transpose(2, 3) for t in stacked()]},
+    "elements of a head apart": {"kvcaches": [t.repeat_interleave(2, -1)[..., ::2] for t in stacked()]},
+    "tokens that overlap": {"kvcaches": [t[:, :, :1].expand(-1, -1, BLOCK_SIZE, -1, -1) for t in stacked()]},
+    "a layer that is no tensor": {"kvcaches": [*stacked()[:2], ("K", "V")]},
     "int32 slots": {"slot_mapping": SEQUENCE.int()},
     "slots as a list": {"slot_mapping": SEQUENCE.tolist()},
     "slots of two dimensions": {"slot_mapping": SEQUENCE[:, None]},

@@ -8,13 +8,16 @@ import torch
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
-from lmcache_core.memory.base import MemoryFormat, MemoryObj
+from lmcache_core.gpu_connectors.content import check_format, checked_tensor
+from lmcache_core.memory.base import MemoryObj
 
-KVLayer = tuple[torch.Tensor, torch.Tensor]
+Slices = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     """For KV given as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads, head_size]` (any split of hidden_dim_size).
+
+    Everything is checked before anything is written. Both directions have finished when they return.
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
@@ -27,45 +30,44 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.from_gpu`; needs `kvcaches`."""
-        layers, blob = self._checked(memory_obj, start, end, kwargs)
-        for i, (k, v) in enumerate(layers):
-            blob[0, i].view(k[start:end].shape).copy_(k[start:end], non_blocking=True)
-            blob[1, i].view(v[start:end].shape).copy_(v[start:end], non_blocking=True)
-        if layers[0][0].is_cuda:
-            torch.cuda.synchronize(layers[0][0].device)
+        for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=True)):
+            chunk.view(engine.shape).copy_(engine, non_blocking=True)
+        _finish(slices)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.to_gpu`; needs `kvcaches`."""
-        layers, blob = self._checked(memory_obj, start, end, kwargs)
-        for i, (k, v) in enumerate(layers):
-            k[start:end].copy_(blob[0, i].view(k[start:end].shape), non_blocking=True)
-            v[start:end].copy_(blob[1, i].view(v[start:end].shape), non_blocking=True)
-        if layers[0][0].is_cuda:
-            torch.cuda.synchronize(layers[0][0].device)
+        for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=False)):
+            engine.copy_(chunk.view(engine.shape), non_blocking=True)
+        _finish(slices)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """See `GPUConnectorInterface.get_shape`."""
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
-    def _checked(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> tuple[list[KVLayer], torch.Tensor]:
-        """Check everything before anything is written."""
+    def _slices(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any], is_filled: bool) -> Slices:
+        """The same tokens in engine memory and in the memory object, K and V of each layer, checked."""
+        check_format(memory_obj)
         if kwargs.get("kvcaches") is None:
             raise ValueError("kvcaches is missing: pass the (K, V) tensors of every layer")
-        layers: list[KVLayer] = list(kwargs["kvcaches"])
-        if len(layers) != self.num_layers:
-            raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {self.num_layers}")
-        if memory_obj.get_memory_format() is not MemoryFormat.KV_BLOB:
-            raise LayoutError(f"the memory object is in format {memory_obj.get_memory_format().name}, not KV_BLOB")
-        blob = memory_obj.tensor
-        if blob.shape != self.get_shape(end - start):
-            raise LayoutError(f"the memory object has shape {tuple(blob.shape)}; expected {tuple(self.get_shape(end - start))}")
         if not 0 <= start <= end:
             raise LayoutError(f"[{start}, {end}) is not a range of tokens")
+        layers = [tuple(pair) for pair in kwargs["kvcaches"]]
+        if len(layers) != self.num_layers:
+            raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {self.num_layers}")
         for i, pair in enumerate(layers):
             if len(pair) != 2:
                 raise LayoutError(f"layer {i} of kvcaches has {len(pair)} tensors; expected the pair (K, V)")
             for side in pair:
-                if side.shape[0] < end or side.shape[1:].numel() != self.hidden_dim_size or side.dtype != blob.dtype:
-                    expected = f"[>={end}, … {self.hidden_dim_size}] of {blob.dtype}"
+                if side.ndim < 2 or side.shape[0] < end or side.shape[1:].numel() != self.hidden_dim_size or side.dtype != pair[0].dtype:
+                    expected = f"[>={end}, … {self.hidden_dim_size}] of {pair[0].dtype}"
                     raise LayoutError(f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}; expected {expected}")
-        return layers, blob
+            if pair[0].dtype != layers[0][0].dtype:
+                raise LayoutError(f"layer {i} of kvcaches is of {pair[0].dtype}, layer 0 of {layers[0][0].dtype}")
+        blob = checked_tensor(memory_obj, self.get_shape(end - start), layers[0][0].dtype, is_filled)
+        return [(side[start:end], blob[s, i]) for i, pair in enumerate(layers) for s, side in enumerate(pair)]
+
+
+def _finish(slices: Slices) -> None:
+    device = slices[0][0].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,30 +1,134 @@
-"""KV in the pages of a serving engine, addressed by a slot mapping."""
+"""KV in the pages of a serving engine, addressed by slot mappings."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.paged_gather import paged_gather
-from lmcache_kernels.paged_scatter import paged_scatter
+from lmcache_kernels.paged_copy import PagedCopy, checked_copy
+from lmcache_kernels.paged_gather import run_paged_gather
+from lmcache_kernels.paged_scatter import run_paged_scatter
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.gpu_connectors.binding import Binding, BindingCache, bind_declared, bind_pairs
+from lmcache_core.gpu_connectors.content import check_format, checked_tensor
+from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
+from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
+from lmcache_core.record import TensorSpec
 
-Sides = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+class PagedConnector(GPUConnectorInterface):
+    """What the connectors for paged memory have in common: check everything, copy all layers, wait.
+
+    Everything is checked before anything is written: on an error memory object and pages are untouched. The memory object may be on the
+    pages' device or in host memory; both directions have finished when they return. Thread-safe.
+
+    Args:
+        staging_tokens: Room of a staging buffer on the pages' device that is kept between calls; 0 allocates where one is needed.
+    """
+
+    def __init__(self, staging_tokens: int = 0) -> None:
+        self._bindings = BindingCache(self._bind)
+        self._staging = Staging(staging_tokens)
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`."""
+        check_format(memory_obj)
+        self._fill(memory_obj, start, end, kwargs)
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`."""
+        check_format(memory_obj)
+        binding, slots = self._engine_side(start, end, kwargs)
+        content = _content(memory_obj, binding.layout, end - start, is_filled=False)
+        with self._staging.near(content, binding, end - start) as staged:
+            if staged is not content:
+                staged.copy_(content, non_blocking=True)
+            for copy in _copies(binding, slots, staged, (start, end), writes_pages=True):
+                run_paged_scatter(copy)
+            _finish(binding.device)
+
+    def binding_of(self, kvcaches: Any) -> Binding:
+        """The layout and the pages that this connector sees in these tensors.
+
+        Raises:
+            ValueError: There are none, or they are not as declared.
+        """
+        if kvcaches is None:
+            raise ValueError("kvcaches is missing: pass the pages of every layer")
+        return self._bindings.binding_of(kvcaches)
+
+    @abstractmethod
+    def _bind(self, kvcaches: Any) -> Binding:
+        """Match tensors with what the connector was made for; LayoutError when they are something else."""
+
+    def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
+        """`from_gpu` of a memory object of any format."""
+        binding, slots = self._engine_side(start, end, kwargs)
+        content = _content(memory_obj, binding.layout, end - start, is_filled=True)
+        with self._staging.near(content, binding, end - start) as staged:
+            copies = _copies(binding, slots, staged, (start, end), writes_pages=False)
+            for gap in gaps_between(binding.layout.tensor_specs(end - start)):
+                staged[gap].zero_()  # the digest covers these bytes, and what lay there before is nobody's business
+            for copy in copies:
+                run_paged_gather(copy)
+            if staged is not content:
+                content.copy_(staged, non_blocking=True)
+            _finish(binding.device)
+
+    def _engine_side(self, start: int, end: int, kwargs: dict[str, Any]) -> tuple[Binding, list[torch.Tensor]]:
+        binding = self.binding_of(kwargs.get("kvcaches"))
+        names = [group.name for group in binding.layout.groups]
+        return binding, [_part(mapping, start, end) for mapping in _mappings(kwargs.get("slot_mapping"), names)]
 
 
-class VLLMPagedMemGPUConnector(GPUConnectorInterface):
-    """For KV in pages, given as two keyword arguments.
+class PagedGPUConnector(PagedConnector):
+    """For KV in pages of a declared layout, given as two keyword arguments.
 
-    - `kvcaches`: for each layer a pair (K, V), each `[num_blocks, block_size, num_heads, head_size]`, or one tensor
-      `[2, num_blocks, block_size, num_heads, head_size]`. The heads of a token are contiguous; blocks and tokens may be strided.
+    - `kvcaches`: the tensors of every layer as `KVLayout` declares them, group after group; or by layer name (`LayerGroup.layers`).
     - `slot_mapping`: int64 `[num_tokens]` for the whole token sequence, `slot = block * block_size + offset`, on the pages' device or
-      the CPU. It begins with -1 for the tokens whose KV the engine already has; `[start, end)` must not overlap them.
+      the CPU; one for all groups, or one for each group (a sequence in their order, or by group name). It begins with -1 for the tokens
+      whose KV the engine already has; `[start, end)` must not overlap them.
 
-    The memory object may be on the pages' device or in host memory; both directions have finished when they return.
+    A memory object holds one group as `[sides, num_layers, num_tokens, hidden]`; several groups as one flat tensor, each group's blob at
+    a multiple of 512 bytes (`tensor_specs`), with zeros between them. Its format is KV_BLOB in both cases.
+
+    Args:
+        layout: What the engine's tensors are.
+        staging_tokens: See `PagedConnector`.
+    """
+
+    def __init__(self, layout: KVLayout, staging_tokens: int = 0) -> None:
+        super().__init__(staging_tokens)
+        self.layout = layout
+
+    @property
+    def kv_dtype(self) -> str:
+        """Name of the dtype in which `get_shape` counts: the groups' own, or "uint8" where they differ."""
+        return self.layout.kv_dtype
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Shape of the memory object for that many tokens, in elements of `kv_dtype`."""
+        return torch.Size(self.layout.shape(num_tokens))
+
+    def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
+        """Each group's name, dtype, shape, and place in the memory object, bytes."""
+        return self.layout.tensor_specs(num_tokens)
+
+    def _bind(self, kvcaches: Any) -> Binding:
+        return bind_declared(self.layout, kvcaches)
+
+
+class VLLMPagedMemGPUConnector(PagedConnector):
+    """For K and V in pages `[num_blocks, block_size, num_heads, head_size]`, given as two keyword arguments.
+
+    - `kvcaches`: for each layer a pair (K, V), or one tensor `[2, num_blocks, block_size, num_heads, head_size]`; strides are free.
+    - `slot_mapping`: as for `PagedGPUConnector`, one for all layers.
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
@@ -32,78 +136,102 @@ class VLLMPagedMemGPUConnector(GPUConnectorInterface):
     """
 
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
+        super().__init__()
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
-
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`. On an error the memory object is untouched."""
-        keys, values = self._sides(kwargs)
-        slots = _slots(kwargs, start, end)
-        blob = self._blob(memory_obj, end - start)
-        if blob.device.type == "cpu" and memory_obj.byte_array.readonly:
-            raise LayoutError("the memory object is read-only")
-        device = keys[0].device
-        staged = blob if blob.device == device else torch.empty_like(blob, device=device)
-        try:
-            paged_gather(keys, values, slots, staged)
-        except KernelInputError as exc:
-            raise _layout_error(exc, start, end) from exc
-        if staged is not blob:
-            blob.copy_(staged)
-        _finish(device)
-
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`. On an error the pages are untouched."""
-        keys, values = self._sides(kwargs)
-        slots = _slots(kwargs, start, end)
-        blob = self._blob(memory_obj, end - start)
-        device = keys[0].device
-        try:
-            paged_scatter(keys, values, slots, blob.to(device))
-        except KernelInputError as exc:
-            raise _layout_error(exc, start, end) from exc
-        _finish(device)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """See `GPUConnectorInterface.get_shape`."""
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
-    def _sides(self, kwargs: dict[str, Any]) -> Sides:
-        """K and V of every layer; the ops check that they are alike."""
-        if kwargs.get("kvcaches") is None:
-            raise ValueError("kvcaches is missing: pass the pages of every layer")
-        layers = list(kwargs["kvcaches"])
-        if len(layers) != self.num_layers:
-            raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {self.num_layers}")
-        if any(len(layer) != 2 for layer in layers):
-            raise LayoutError("each layer of kvcaches must be a pair (K, V) or one tensor [2, …]")
-        keys, values = [layer[0] for layer in layers], [layer[1] for layer in layers]
-        for i, side in enumerate((*keys, *values)):
-            if side.ndim != 4 or side.shape[2] * side.shape[3] != self.hidden_dim_size:
-                expected = f"[num_blocks, block_size, num_heads, head_size] with num_heads * head_size = {self.hidden_dim_size}"
-                raise LayoutError(f"layer {i % self.num_layers} of kvcaches is {tuple(side.shape)}; expected {expected}")
-        return keys, values
-
-    def _blob(self, memory_obj: MemoryObj, num_tokens: int) -> torch.Tensor:
-        if memory_obj.get_memory_format() is not MemoryFormat.KV_BLOB:
-            raise LayoutError(f"the memory object is in format {memory_obj.get_memory_format().name}, not KV_BLOB")
-        blob = memory_obj.tensor
-        if blob.shape != self.get_shape(num_tokens):
-            raise LayoutError(f"the memory object has shape {tuple(blob.shape)}; expected {tuple(self.get_shape(num_tokens))}")
-        return blob
+    def _bind(self, kvcaches: Any) -> Binding:
+        return bind_pairs(self.num_layers, self.hidden_dim_size, kvcaches)
 
 
-def _slots(kwargs: dict[str, Any], start: int, end: int) -> torch.Tensor:
-    slot_mapping = kwargs.get("slot_mapping")
-    if not isinstance(slot_mapping, torch.Tensor):
-        raise ValueError("slot_mapping is missing: pass an int64 tensor with the slot of every token of the sequence")
+class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
+    """As `VLLMPagedMemGPUConnector`; `from_gpu` takes a memory object of any format and makes it a KV_BLOB.
+
+    Args:
+        hidden_dim_size: num_heads * head_size on this worker.
+        num_layers: Number of layers.
+        use_gpu: Keep a staging buffer on the pages' device.
+        **kwargs: Of that buffer, without effect when `use_gpu` is False: `chunk_size`, the tokens it has room for (longer chunks
+            allocate), needed; `dtype` and `device`, by default those of the pages, else they must be.
+
+    Raises:
+        TypeError: An unknown keyword argument.
+        ValueError: `use_gpu` without a positive `chunk_size`.
+    """
+
+    def __init__(self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any) -> None:
+        super().__init__(hidden_dim_size, num_layers)
+        unknown = sorted(set(kwargs) - {"chunk_size", "dtype", "device"})
+        if unknown:
+            raise TypeError(f"unknown keyword argument {', '.join(unknown)}; known: chunk_size, dtype, device")
+        chunk_size = kwargs.get("chunk_size")
+        if use_gpu and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise ValueError(f"use_gpu=True needs chunk_size, the tokens that the staging buffer has room for; chunk_size={chunk_size!r}")
+        self.use_gpu = use_gpu
+        self._dtype: torch.dtype | None = kwargs.get("dtype") if use_gpu else None
+        self._device = torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
+        if use_gpu:
+            self._staging = Staging(int(chunk_size or 0))
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`. Sets the memory object's format to KV_BLOB."""
+        self._fill(memory_obj, start, end, kwargs)
+        memory_obj.metadata.fmt = MemoryFormat.KV_BLOB
+
+    def _bind(self, kvcaches: Any) -> Binding:
+        binding = super()._bind(kvcaches)
+        pages = binding.pages[0]
+        if self._dtype not in (None, pages.dtype):
+            raise LayoutError(f"the pages are of {pages.dtype}; the connector was made for {self._dtype}")
+        if self._device is not None and (self._device.type, self._device.index or 0) != (pages.device.type, pages.device.index or 0):
+            raise LayoutError(f"the pages are on {pages.device}; the connector was made for {self._device}")
+        return binding
+
+
+def _content(memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled: bool) -> torch.Tensor:
+    """All bytes of a memory object, flat."""
+    tensor = checked_tensor(memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled)
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _copies(
+    binding: Binding, slots: Sequence[torch.Tensor], staged: torch.Tensor, tokens: tuple[int, int], writes_pages: bool
+) -> list[PagedCopy]:
+    """One copy for each group, all checked."""
+    specs = binding.layout.tensor_specs(tokens[1] - tokens[0])
+    try:
+        return [
+            checked_copy(pages, mapping, staged[spec.offset : spec.offset + spec.length].view(pages.dtype).view(spec.shape), writes_pages)
+            for pages, mapping, spec in zip(binding.pages, slots, specs, strict=True)
+        ]
+    except KernelInputError as exc:
+        hint = "-1 marks the engine's own prefix, which these tokens must not overlap"
+        raise LayoutError(f"tokens [{tokens[0]}, {tokens[1]}): {exc} ({hint})") from exc
+
+
+def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """One slot mapping for each group."""
+    if isinstance(slot_mapping, torch.Tensor):
+        return [slot_mapping] * len(names)
+    if isinstance(slot_mapping, Mapping):
+        slot_mapping = [slot_mapping.get(name) for name in names]
+    if not isinstance(slot_mapping, Sequence) or not all(isinstance(mapping, torch.Tensor) for mapping in slot_mapping):
+        raise ValueError(
+            "slot_mapping is missing: pass an int64 tensor with the slot of every token of the sequence (or one for each group)"
+        )
+    if len(slot_mapping) != len(names):
+        raise LayoutError(f"slot_mapping has {len(slot_mapping)} parts; the layout has the groups {', '.join(names)}")
+    return list(slot_mapping)
+
+
+def _part(slot_mapping: torch.Tensor, start: int, end: int) -> torch.Tensor:
     if slot_mapping.ndim != 1 or not 0 <= start <= end <= slot_mapping.shape[0]:
         raise LayoutError(f"tokens [{start}, {end}) are not all in slot_mapping, whose shape is {tuple(slot_mapping.shape)}")
     return slot_mapping[start:end]
-
-
-def _layout_error(exc: KernelInputError, start: int, end: int) -> LayoutError:
-    return LayoutError(f"tokens [{start}, {end}): {exc} (-1 marks the engine's own prefix, which these tokens must not overlap)")
 
 
 def _finish(device: torch.device) -> None:

@@ -1,0 +1,31 @@
+"""`paged_scatter` on the CPU: the slots are cut into runs once, then each layer is one pass over blocks instead of tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from lmcache_kernels.paged_copy import PagedCopy
+from lmcache_kernels.slot_runs import find_runs
+
+
+def paged_scatter_host(copy: PagedCopy) -> None:
+    """As `paged_scatter_reference`; at least one token.
+
+    The assignment by index is numpy's, which copies a unit in one piece; torch's goes element by element and takes three times as long.
+    """
+    runs = find_runs(copy.slots.numpy(), copy.pages.block_size)
+    with torch.inference_mode():
+        pages, blob = copy.page_words(), copy.blob_words()
+        for run in runs.edges:
+            for page, chunk in zip(pages, blob.numpy(), strict=True):
+                page.numpy()[run.block, run.offset : run.offset + run.length] = chunk[run.token : run.token + run.length]
+        if not len(runs.blocks):
+            return
+        cuts = copy.unit_views(runs.unit)
+        index = {apart: runs.blocks * apart + runs.places for apart in {cut[1] for cut in cuts if cut is not None}}
+        units = copy.blob_units(runs.begin, runs.end, runs.unit).numpy()
+        for page, cut, source in zip(pages, cuts, units, strict=True):
+            if cut is not None:
+                cut[0].numpy()[index[cut[1]]] = source
+            else:
+                page.numpy()[runs.token_slots()] = source.reshape(-1, *page.shape[2:])

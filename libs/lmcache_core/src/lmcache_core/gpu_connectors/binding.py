@@ -1,0 +1,209 @@
+"""An engine's tensors, matched with a layout: what makes pages for the kernels out of `kvcaches`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lmcache_kernels.errors import KernelInputError
+from lmcache_kernels.pages import Pages
+
+from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A layout and the pages of its groups.
+
+    Attributes:
+        layout: What a memory object holds.
+        pages: Pages of each group, in the order of its groups; all on one device.
+    """
+
+    layout: KVLayout
+    pages: tuple[Pages, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.pages[0].device
+
+
+class BindingCache:
+    """The binding of the tensors that came last: engines pass the same ones with every call.
+
+    Tensors count as the same when address, shape, strides, dtype and device are. The binding holds them, so an address cannot come to mean
+    other memory. Thread-safe: entry and lookup are each one reference.
+
+    Args:
+        bind: Makes a binding from `kvcaches`.
+    """
+
+    def __init__(self, bind: Callable[[Any], Binding]) -> None:
+        self._bind = bind
+        self._last: tuple[Signature, Binding] | None = None
+
+    def binding_of(self, kvcaches: Any) -> Binding:
+        """The binding of these tensors.
+
+        Raises:
+            LayoutError: They are not as declared.
+        """
+        signature = _signature(kvcaches)
+        last = self._last
+        if last is not None and last[0] == signature:
+            return last[1]
+        try:
+            binding = self._bind(kvcaches)
+        except KernelInputError as exc:
+            raise LayoutError(f"kvcaches: {exc}") from exc
+        if len({pages.device for pages in binding.pages}) != 1:
+            raise LayoutError(f"kvcaches are on several devices: {sorted({str(pages.device) for pages in binding.pages})}")
+        self._last = (signature, binding)
+        return binding
+
+
+def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
+    """Match tensors with a declared layout.
+
+    Args:
+        layout: What they are declared to be.
+        kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as `LayerGroup.layers` says, or in that
+            order where the groups name no layers.
+
+    Raises:
+        LayoutError: They are not as declared.
+        KernelInputError: As for `Pages.of`.
+    """
+    layers = layers_of(layout, kvcaches)
+    pages, at = [], 0
+    for group in layout.groups:
+        sides = [
+            layer_sides(group, layer, f"layer {i} of group {group.name!r}") for i, layer in enumerate(layers[at : at + group.num_layers])
+        ]
+        pages.append(Pages.of(*zip(*sides, strict=True)))
+        at += group.num_layers
+    return Binding(layout, tuple(pages))
+
+
+def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
+    """Match tensors with what the documented paged connectors take; heads and dtype are taken from the tensors.
+
+    Args:
+        num_layers: How many layers there must be.
+        hidden_size: What num_heads * head_size must be.
+        kvcaches: For each layer a pair (K, V) or one tensor `[2, …]`; K and V are `[num_blocks, block_size, num_heads, head_size]`.
+
+    Raises:
+        LayoutError: They are something else.
+        KernelInputError: As for `Pages.of`.
+    """
+    layers = list(kvcaches)
+    if len(layers) != num_layers:
+        raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {num_layers}")
+    sides = []
+    for i, layer in enumerate(layers):
+        if (isinstance(layer, torch.Tensor) and (layer.ndim != 5 or layer.shape[0] != 2)) or len(layer) != 2:
+            raise LayoutError(f"layer {i} of kvcaches must be a pair (K, V) or one tensor [2, …], not {_described(layer)}")
+        pair = layer[0], layer[1]
+        for side in pair:
+            if not isinstance(side, torch.Tensor) or side.ndim != 4 or side.shape[2] * side.shape[3] != hidden_size:
+                expected = f"[num_blocks, block_size, num_heads, head_size] with num_heads * head_size = {hidden_size}"
+                raise LayoutError(f"layer {i} of kvcaches is {_described(layer)}; expected {expected}")
+        sides.append(pair)
+    pages = Pages.of(*zip(*sides, strict=True))
+    heads, head_size = sides[0][0].shape[2:]
+    return Binding(KVLayout((LayerGroup("", num_layers, heads, head_size, _named(pages.dtype)),)), (pages,))
+
+
+def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
+    """The tensor (or pair) of each layer, group after group.
+
+    Args:
+        layout: Says how many there are, and their names.
+        kvcaches: In that order; or by layer name.
+
+    Raises:
+        LayoutError: A layer is missing, or there are too many.
+    """
+    num_layers = sum(group.num_layers for group in layout.groups)
+    if isinstance(kvcaches, Mapping):
+        names = [name for group in layout.groups for name in group.layers]
+        if names:
+            missing = [name for name in names if name not in kvcaches]
+            if missing or len(names) != num_layers:
+                raise LayoutError(f"kvcaches lacks {missing or 'layers of groups that name none'}; it has {list(kvcaches)[:8]}")
+            return [kvcaches[name] for name in names]
+        kvcaches = kvcaches.values()
+    layers = list(kvcaches)
+    if len(layers) != num_layers:
+        raise LayoutError(f"kvcaches has {len(layers)} layers; the layout has {num_layers}")
+    return layers
+
+
+def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor, ...]:
+    """K and V of a layer (or its latent) as views `[num_blocks, block_size, num_kv_heads, head_size]`.
+
+    Args:
+        group: What the layer is declared to be.
+        layer: Its tensor, or pair.
+        name: Names it in errors.
+
+    Raises:
+        LayoutError: It is something else.
+    """
+    wrong = LayoutError(f"{name} is {_described(layer)}; declared is {group.tensor_shape()} of {group.dtype}")
+    if group.packing is Packing.SPLIT and group.sides == 2:
+        if isinstance(layer, torch.Tensor) or not isinstance(layer, Sequence) or len(layer) != 2:
+            raise wrong
+        sides = tuple(layer)
+    elif not isinstance(layer, torch.Tensor):
+        raise wrong
+    elif group.packing is Packing.SPLIT:
+        one_head = group.num_kv_heads == 1 and layer.ndim == 3
+        sides = (layer.unsqueeze(2 if group.order is Order.NHD else 1) if one_head else layer,)
+    elif group.packing is Packing.LAST_DIM:
+        if layer.ndim != 4 or layer.shape[3] != 2 * group.head_size:
+            raise wrong
+        sides = layer.tensor_split(2, 3)
+    else:
+        axis = 0 if group.packing is Packing.KV_FIRST else 1
+        if layer.ndim != 5 or layer.shape[axis] != 2:
+            raise wrong
+        sides = layer.unbind(axis)
+    for side in sides:
+        heads_axis = 2 if group.order is Order.NHD else 1
+        if not isinstance(side, torch.Tensor) or side.ndim != 4 or _named(side.dtype) != group.dtype:
+            raise wrong
+        if side.shape[3] != group.head_size or side.shape[heads_axis] != group.num_kv_heads:
+            raise wrong
+    return tuple(side if group.order is Order.NHD else side.transpose(1, 2) for side in sides)
+
+
+def _signature(kvcaches: Any) -> Signature:
+    items: Iterable[Any] = kvcaches.items() if isinstance(kvcaches, Mapping) else enumerate(kvcaches)
+    facts: list[Any] = []
+    for name, layer in items:
+        facts.append(name)
+        for tensor in (layer,) if isinstance(layer, torch.Tensor) else layer:
+            if not isinstance(tensor, torch.Tensor):
+                raise LayoutError(f"kvcaches[{name!r}] holds {type(tensor).__name__}, not tensors")
+            facts += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return tuple(facts)
+
+
+def _described(layer: Any) -> str:
+    if isinstance(layer, torch.Tensor):
+        return f"{list(layer.shape)} of {_named(layer.dtype)}"
+    if isinstance(layer, Sequence) and all(isinstance(side, torch.Tensor) for side in layer):
+        return "(" + ", ".join(_described(side) for side in layer) + ")"
+    return type(layer).__name__
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
