@@ -32,7 +32,10 @@ def device_arena(size: int, device: str) -> torch.Tensor:
         ConfigError: There is no such device.
         CapacityError: It does not have that much memory.
     """
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(f"device={device!r}: torch knows no such device; use 'cuda', 'cuda:1' or 'cpu'") from exc
     if where.type == "cpu":
         return host_arena(size)
     if size < 0:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import pytest
@@ -22,6 +23,7 @@ DTYPES = (
     *(torch.int64, torch.uint8, torch.bool),
 )
 NUM_THREADS, NUM_TURNS = 4, 200
+SWITCH_INTERVAL_S = 1e-6
 
 
 class BoundedAllocator(Protocol):
@@ -58,6 +60,20 @@ def has_pattern(memory_obj: MemoryObj, seed: int) -> bool:
     """Whether the object still holds what `write_pattern` wrote."""
     flat = memory_obj.tensor.flatten().view(torch.uint8).cpu()
     return bytes(flat.tolist()) == _pattern(flat.numel(), seed)
+
+
+def interleave(work: Callable[[int], None]) -> None:
+    """Run `work(seed)` in `NUM_THREADS` threads that are interrupted as often as can be, so that a missing lock shows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _pattern(num_bytes: int, seed: int) -> bytes:
@@ -223,6 +239,7 @@ class AllocatorSuite(ABC):
                 if memory_obj is None:
                     session.close()
                     session = PinSession(f"thread {seed}")
+                    allocator.check_integrity()
                     continue
                 write_pattern(memory_obj, turn)
                 session.pin(memory_obj)
@@ -233,11 +250,7 @@ class AllocatorSuite(ABC):
                     session.unpin(memory_obj)
             session.close()
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(NUM_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        interleave(work)
         assert not failures
 
 

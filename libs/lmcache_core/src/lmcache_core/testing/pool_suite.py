@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -15,13 +14,14 @@ import torch
 from lmcache_core.config import LMCacheMemPoolMetadata
 from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.memory import BasePool, KVObj
+from lmcache_core.testing.allocator_suite import interleave
 
 NUM_LAYERS, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE = 3, 8, 2, 5
 KV_SHAPE = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
 DTYPE = torch.bfloat16
 CHUNK_BYTES = NUM_LAYERS * 2 * CHUNK_SIZE * NUM_HEADS * HEAD_SIZE * 2
 NUM_SLOTS = 4
-NUM_THREADS, NUM_TURNS = 4, 200
+NUM_TURNS = 200
 
 
 def gigabytes(num_bytes: float) -> float:
@@ -146,16 +146,13 @@ class PoolSuite(ABC):
             rng = random.Random(seed)  # noqa: S311 (test data)
             for turn in range(NUM_TURNS):
                 kv_obj = pool.allocate(vllm_chunk(rng.randint(1, CHUNK_SIZE)))
+                pool.check_integrity()
                 if kv_obj is not None:
                     kv_obj.data.fill_(turn % 100)
                     if not bool((kv_obj.data == turn % 100).all()):
                         failures.append(f"thread {seed}, turn {turn}: another chunk was written over")
                     pool.free(kv_obj)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(NUM_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        interleave(work)
         assert not failures
         assert sorted(self.take(pool, vllm_chunk()).chunk_idx for _ in range(NUM_SLOTS)) == list(range(NUM_SLOTS))
