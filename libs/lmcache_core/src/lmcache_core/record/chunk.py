@@ -50,14 +50,18 @@ class Chunk:
         head: The head's bytes, as they go to a file or a socket; None: made, with the digest, when first asked for.
         memory: Its payload, `byte_array` of exactly the record's payload length. Never changed while the chunk lives.
         tier: Name of the tier that it came from.
+        stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
     """
 
-    __slots__ = ("_head", "_header", "_seal_lock", "key", "memory", "tier")
+    __slots__ = ("_head", "_header", "_seal_lock", "key", "memory", "stored_at", "tier")
 
-    def __init__(self, key: ChunkKey, header: RecordHeader, head: bytes | None, memory: MemoryObj, tier: str) -> None:
+    def __init__(
+        self, key: ChunkKey, header: RecordHeader, head: bytes | None, memory: MemoryObj, tier: str, stored_at: float | None = None
+    ) -> None:
         self.key = key
         self.memory = memory
         self.tier = tier
+        self.stored_at = stored_at
         self._header = header
         self._head = head
         self._seal_lock = threading.Lock()
@@ -111,7 +115,7 @@ class Chunk:
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
         """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
-        return Chunk(self.key, self._header, self._head, memory, tier)
+        return Chunk(self.key, self._header, self._head, memory, tier, self.stored_at)
 
     def release(self) -> None:
         """Give this chunk's reference back."""

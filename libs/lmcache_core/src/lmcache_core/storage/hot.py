@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lmcache_core.errors import IntegrityError
@@ -13,13 +13,16 @@ from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, Mem
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import Allocate, Chunk, Miss, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
-from lmcache_core.storage.eviction import EvictionPolicy, RecentEvictions
+from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
+from lmcache_core.storage.hot_table import HotTable
 
 if TYPE_CHECKING:
     import torch
 
 MAX_VICTIMS_PER_ALLOCATION = 1024
 """Chunks looked at before an allocation gives up; the next one goes on where it stopped."""
+MAX_EXPIRED_PER_CALL = 16
+"""Chunks whose time is over that a call forgets on its way; more than one, so that they do not pile up."""
 
 
 @runtime_checkable
@@ -39,28 +42,35 @@ class LocalCPUBackend(StorageBackend):
     """Chunks in host memory. The sync methods are thread-safe and never wait for I/O; the async ones are the same calls.
 
     The tier holds one reference on every chunk it keeps. A chunk on which anybody else holds one (a reader, a write to a
-    slower tier, a client's pin) is not evicted.
+    slower tier, a client's pin) is not evicted. One whose time is over is a miss, and goes when
+    the next call comes by, pinned or not.
 
     Args:
         allocator: The arena, which must be a `BoundedMemory`; others may allocate from it too.
         policy: Which chunks go first; belongs to this tier.
         on_removed: Called with every key that the tier gives up, in the thread that caused it, without a lock held.
+        limits: What it does not keep although it has room.
+        clock: Tells the age of chunks.
     """
 
     name = "Hot"
 
-    def __init__(self, allocator: MemoryAllocatorInterface, policy: EvictionPolicy, on_removed: OnRemoved | None = None) -> None:
+    def __init__(
+        self,
+        allocator: MemoryAllocatorInterface,
+        policy: EvictionPolicy,
+        on_removed: OnRemoved | None = None,
+        *,
+        limits: TierLimits | None = None,
+        clock: Clock = time.time,
+    ) -> None:
         if not isinstance(allocator, BoundedMemory):
             raise TypeError(f"{type(allocator).__name__} has no capacity; the host-memory tier needs a bounded allocator")
         self._allocator = allocator
         self._memory: BoundedMemory = allocator
-        self._policy = policy
         self._on_removed = on_removed
         self._lock = threading.Lock()
-        self._chunks: dict[ChunkKey, Chunk] = {}
-        self._used_bytes = 0
-        self._recent = RecentEvictions()
-        self._num_evicted = 0
+        self._table = HotTable(Ledger(policy, limits, clock))
         self._num_failed_allocations = 0
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
@@ -78,10 +88,7 @@ class LocalCPUBackend(StorageBackend):
             return None
         gone: list[ChunkKey] = []
         with self._lock:
-            for key in islice(self._policy.victims(), MAX_VICTIMS_PER_ALLOCATION):
-                if self._chunks[key].memory.get_ref_count() > 1:
-                    continue
-                self._evict(key)
+            for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION):
                 gone.append(key)
                 memory_obj = self._allocator.allocate(shape, dtype, fmt)
                 if memory_obj is not None:
@@ -91,38 +98,42 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def get_many(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
-        """The chunks that are held, None for the others; each with a reference of its own, owned by the caller."""
-        found: list[Chunk | None] = []
+        """The chunks that are held, None for the others; each with a reference of its own, owned by the caller.
+
+        Counts as an access to all of them, the last one first: of a chain of chunks the head is then the most recent.
+        """
         with self._lock:
-            for key in keys:
-                chunk = self._chunks.get(key)
+            gone = self._table.expire(MAX_EXPIRED_PER_CALL, keys)
+            found = [self._table.find(key) for key in keys]
+            for chunk in reversed(found):
                 if chunk is not None:
                     chunk.memory.ref_count_up()
-                    self._policy.on_access(key)
-                found.append(chunk)
+                    self._table.access(chunk.key)
+        self._report(gone)
         return found
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Keep chunks, taking a reference on the memory of each; memory outside any arena is copied into this one.
 
-        A chunk that is held already stays as it is, unless it is lossy and the new one is not.
+        A chunk that is held already stays as it is, unless it is lossy and the new one is not. The last one is kept first: of a chain of
+        chunks the tail then goes before the head.
 
         Returns:
-            For each whether it is held now; False only when memory had to be copied and there was no room.
+            For each whether it is held now; False when memory had to be copied and there was no room, or by its tenant's quota.
         """
-        return [self._put(chunk) for chunk in chunks]
+        for chunk in reversed(chunks):
+            self._put(chunk)
+        return self.contains_many([chunk.key for chunk in chunks])
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which chunks are held. Does not count as an access."""
         with self._lock:
-            return [key in self._chunks for key in keys]
+            return [self._table.find(key) is not None for key in keys]
 
     def remove_many(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; how many were held. Memory that a reader still references is freed when it lets go."""
         with self._lock:
-            gone = [key for key in dict.fromkeys(keys) if key in self._chunks]
-            for key in gone:
-                self._drop(key)
+            gone = [key for key in keys if self._table.remove(key)]
         self._report(gone)
         return len(gone)
 
@@ -130,46 +141,40 @@ class LocalCPUBackend(StorageBackend):
         """Give up chunks in the policy's order until at least that many bytes are free again; the bytes freed."""
         gone: list[ChunkKey] = []
         with self._lock:
-            goal = self._used_bytes - num_bytes
-            before = self._used_bytes
-            for key in self._policy.victims():
-                if self._used_bytes <= goal:
-                    break
-                if self._chunks[key].memory.get_ref_count() == 1:
-                    self._evict(key)
-                    gone.append(key)
-            freed = before - self._used_bytes
+            before = self._table.used_bytes
+            victims = self._table.give_up()
+            while before - self._table.used_bytes < num_bytes and (key := next(victims, None)) is not None:
+                gone.append(key)
+            freed = before - self._table.used_bytes
         self._report(gone)
         return freed
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted, as far as remembered, or never stored."""
+        """The miss to report for a chunk that is not held: evicted or expired, as far as remembered, or never stored."""
         with self._lock:
-            return self._recent.miss(key)
+            return self._table.miss(key)
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
-        with self._lock:
-            return list(self._chunks)
+        """Names of all chunks that would be served now."""
+        return [key for key, _ in self.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
+        """Name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
-            return [(key, chunk.num_bytes) for key, chunk in self._chunks.items()]
+            return [(key, chunk.num_bytes) for key, chunk in self._table.items() if self._table.find(key) is not None]
 
     def clear_now(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant); the number of chunks."""
-        return self.remove_many([key for key in self.keys() if tenant is None or key.tenant == tenant])
+        with self._lock:
+            keys = [key for key, _ in self._table.items() if tenant is None or key.tenant == tenant]
+        return self.remove_many(keys)
 
     def stats(self) -> dict[str, int]:
         """See `StorageBackend.stats`; `arena_used_bytes` also counts memory that is not (or no longer) a chunk of this tier."""
         with self._lock:
-            return {
-                "num_chunks": len(self._chunks),
-                "used_bytes": self._used_bytes,
+            return self._table.stats() | {
                 "capacity_bytes": self._memory.capacity_bytes,
                 "arena_used_bytes": self._memory.used_bytes,
-                "evicted_chunks": self._num_evicted,
                 "failed_allocations": self._num_failed_allocations,
             }
 
@@ -181,14 +186,9 @@ class LocalCPUBackend(StorageBackend):
         """
         self._allocator.check_integrity()
         with self._lock:
-            used = sum(chunk.memory.metadata.phy_size for chunk in self._chunks.values())
-            if used != self._used_bytes or used > self._memory.used_bytes:
-                raise IntegrityError(f"chunks hold {used} bytes, books say {self._used_bytes}, arena {self._memory.used_bytes}")
-            if len(self._policy) != len(self._chunks):
-                raise IntegrityError(f"{len(self._chunks)} chunks, but the policy knows {len(self._policy)}")
-            for key, chunk in self._chunks.items():
-                if chunk.memory.get_ref_count() < 1:
-                    raise IntegrityError(f"chunk {key.key.chunk_hash} is held without a reference")
+            self._table.check_integrity()
+            if self._table.used_bytes > self._memory.used_bytes:
+                raise IntegrityError(f"chunks hold {self._table.used_bytes} bytes, the arena has handed out {self._memory.used_bytes}")
 
     async def open(self) -> None:
         """Nothing to do: the arena exists."""
@@ -196,8 +196,8 @@ class LocalCPUBackend(StorageBackend):
     async def close(self) -> None:
         """Give up every chunk, so that the arena is empty once readers let go. Not reported as removals."""
         with self._lock:
-            for key in list(self._chunks):
-                self._drop(key)
+            for key, _ in list(self._table.items()):
+                self._table.remove(key)
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -219,50 +219,35 @@ class LocalCPUBackend(StorageBackend):
         """See `StorageBackend.clear`."""
         return self.clear_now(tenant)
 
-    def _put(self, chunk: Chunk) -> bool:
-        with self._lock:
-            if not self._wants(chunk):
-                return True
-        if chunk.memory.get_memory_format() is MemoryFormat.BINARY_BUFFER:
-            memory_obj = self.allocate(chunk.memory.get_size())
-            if memory_obj is None:
-                return False
-            memory_obj.byte_array[:] = chunk.memory.byte_array
+    def _put(self, chunk: Chunk) -> None:
+        memory_obj = chunk.memory
+        if memory_obj.get_memory_format() is MemoryFormat.BINARY_BUFFER:
+            copy = self._copy(chunk)
+            if copy is None:
+                return
+            memory_obj = copy
         else:
-            memory_obj = chunk.memory
             memory_obj.ref_count_up()
         with self._lock:
-            is_wanted = self._wants(chunk)
-            if is_wanted:
-                if chunk.key in self._chunks:
-                    self._drop(chunk.key)
+            gone = self._table.expire(MAX_EXPIRED_PER_CALL, [chunk.key])
+            is_admitted = self._table.admits(chunk, memory_obj.metadata.phy_size, gone)
+            if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
-                self._insert(chunk if is_ours else chunk.moved(memory_obj, self.name))
-        if not is_wanted:
+                self._table.put(chunk if is_ours else chunk.moved(memory_obj, self.name))
+        if not is_admitted:
             memory_obj.ref_count_down()
-        return True
+        self._report(gone)
 
-    def _wants(self, chunk: Chunk) -> bool:
-        held = self._chunks.get(chunk.key)
-        return held is None or (held.lossy and not chunk.lossy)
-
-    def _insert(self, chunk: Chunk) -> None:
-        taken = chunk.memory.metadata.phy_size
-        self._chunks[chunk.key] = chunk
-        self._used_bytes += taken
-        self._policy.on_insert(chunk.key, taken)
-        self._recent.discard(chunk.key)
-
-    def _drop(self, key: ChunkKey) -> None:
-        chunk = self._chunks.pop(key)
-        self._used_bytes -= chunk.memory.metadata.phy_size
-        self._policy.on_remove(key)
-        chunk.memory.ref_count_down()
-
-    def _evict(self, key: ChunkKey) -> None:
-        self._drop(key)
-        self._num_evicted += 1
-        self._recent.add(key)
+    def _copy(self, chunk: Chunk) -> MemoryObj | None:
+        """The chunk's payload in this arena; None when it is not to be kept, or there is no room."""
+        gone: list[ChunkKey] = []
+        with self._lock:
+            is_admitted = self._table.admits(chunk, chunk.memory.get_size(), gone)
+        self._report(gone)
+        memory_obj = self.allocate(chunk.memory.get_size()) if is_admitted else None
+        if memory_obj is not None:
+            memory_obj.byte_array[:] = chunk.memory.byte_array
+        return memory_obj
 
     def _report(self, gone: Sequence[ChunkKey]) -> None:
         if self._on_removed is not None:

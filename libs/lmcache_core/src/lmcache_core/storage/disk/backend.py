@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,7 +23,7 @@ from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.pool import FilePool, wait_all
 from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
-from lmcache_core.storage.eviction import EvictionPolicy, create_policy
+from lmcache_core.storage.eviction import Clock, EvictionPolicy, TierLimits, create_policy
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,15 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
     Args:
         root: The directory; made when missing.
         capacity_bytes: Hard bound on what lies in it, half-written files included.
-        policy: Which chunks go first; least recently used by default. Belongs to this tier.
+        policy: Which chunks go first; see `eviction.DEFAULT_POLICY`. Belongs to this tier.
         on_removed: Called on the loop with every key that the tier gives up.
         fsync: Wait for the device before a chunk counts as kept. Without it a power failure may cost recent chunks, which
             are then misses.
         num_threads: Bound on file operations at once.
         files: How files are touched.
         memory_allocator: Where `get_blocking` and the other documented methods put what they read; without one, plain bytes.
+        limits: What it does not keep although it has room.
+        clock: Tells the age of chunks; that of what lies there at the start is the files'.
 
     Raises:
         ConfigError: The capacity is not positive.
@@ -67,12 +70,15 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         num_threads: int = DEFAULT_NUM_THREADS,
         files: DiskFiles | None = None,
         memory_allocator: MemoryAllocatorInterface | None = None,
+        *,
+        limits: TierLimits | None = None,
+        clock: Clock = time.time,
     ) -> None:
         if capacity_bytes <= 0:
             raise ConfigError(f"disk tier {root}: capacity of {capacity_bytes} bytes; it must be positive")
         self._layout = DiskLayout(root)
         self._files = files or DiskFiles()
-        self._index = DiskIndex(capacity_bytes, policy or create_policy())
+        self._index = DiskIndex(capacity_bytes, policy or create_policy(), limits, clock)
         self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync)
         self._pool = FilePool("lmcache-disk", num_threads)
         self._allocator = memory_allocator or BufferAllocator()
@@ -127,8 +133,10 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._pool.check_open()
         results: list[Result] = []
         jobs: list[_Job] = []
-        for i, key in enumerate(keys):
-            entry = self._index.find(key)
+        entries = self._index.find_many(keys)
+        if Miss(MissReason.EXPIRED) in entries:
+            self._pool.submit(self._store.expire)
+        for i, (key, entry) in enumerate(zip(keys, entries, strict=True)):
             memory = None if isinstance(entry, Miss) else allocate(entry.payload_bytes)
             if isinstance(entry, Miss):
                 results.append(entry)
@@ -163,14 +171,14 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`."""
-        return await self._when_loaded(lambda: self._store.remove(self._keys_of(tenant)))
+        return await self._when_loaded(lambda: self._store.remove(self._index.keys(tenant)))
 
     def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
-        return self._index.keys()
+        """Names of all chunks that would be served now."""
+        return [key for key, _ in self._index.held()]
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
+        """Name and size (whole record, bytes) of every chunk that would be served now."""
         return self._index.held()
 
     def stats(self) -> dict[str, int]:
@@ -203,10 +211,6 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
 
     def _takes_writes(self) -> bool:
         return self._loading is not None and self._loading.done()
-
-    def _keys_of(self, tenant: str | None) -> list[ChunkKey]:
-        held = self._index.keys()
-        return [key for key in held if tenant is None or key.tenant == tenant]
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:
         self._pool.check_open()

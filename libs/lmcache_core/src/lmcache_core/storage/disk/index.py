@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Miss
+from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.disk.layout import charged_bytes
-from lmcache_core.storage.eviction import EvictionPolicy, RecentEvictions
+from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +22,13 @@ class DiskEntry:
         head_bytes: Its head.
         payload_bytes: Its payload.
         lossy: Whether its encoding loses something.
+        stored_at: When it was stored, seconds since the epoch; None, until the index holds it, means then.
     """
 
     head_bytes: int
     payload_bytes: int
     lossy: bool
+    stored_at: float | None = None
 
     @property
     def record_bytes(self) -> int:
@@ -39,48 +42,68 @@ class DiskEntry:
 
 
 class DiskIndex:
-    """Entries in the policy's order; entries and reservations together never exceed the capacity.
+    """Entries in the policy's order; entries and reservations together never exceed the capacity, nor those of a tenant its quota.
 
     Args:
         capacity_bytes: Bound on what is charged.
         policy: Which entries go first; belongs to this index.
+        limits: What is not kept although there is room.
+        clock: Tells the age of entries.
     """
 
-    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity_bytes: int, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time) -> None:
         self.capacity_bytes = capacity_bytes
-        self._policy = policy
+        self._ledger = Ledger(policy, limits, clock)
+        self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
         self._entry_bytes = 0
         self._reserved_bytes = 0
-        self._recent = RecentEvictions()
+        self._tenants_reserved_bytes: dict[str, int] = {}
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which chunks are held. Does not count as an access."""
         with self._lock:
-            return [key in self._entries for key in keys]
+            return [self._live(key) is not None for key in keys]
+
+    def find_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
+        """The entries to read, or why there are none.
+
+        Counts as an access to all of them, the last one first: of a chain of chunks the head is then the most recent.
+        """
+        with self._lock:
+            for key in reversed(keys):
+                if self._live(key) is not None:
+                    self._ledger.access(key)
+            return [self._live(key) or self._miss(key) for key in keys]
 
     def find(self, key: ChunkKey) -> DiskEntry | Miss:
         """The entry to read, which counts as an access, or why there is none."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return self._recent.miss(key)
-            self._policy.on_access(key)
-            return entry
+        return self.find_many([key])[0]
 
     def wants(self, key: ChunkKey, lossy: bool) -> bool:
         """Whether a record would be kept: there is none, or one that loses something where the new one does not."""
         with self._lock:
-            held = self._entries.get(key)
+            held = self._live(key)
             return held is None or (held.lossy and not lossy)
 
-    def reserve(self, charge: int) -> bool:
-        """Take a part of the capacity for a file that is about to be written; False when it is not free."""
+    def could_hold(self, tenant: str, charge: int) -> bool:
+        """Whether an entry of that size fits at all, whatever is given up for it."""
+        quota = self._ledger.quota(tenant)
+        return charge <= self.capacity_bytes and (quota is None or charge <= quota)
+
+    def is_over_quota(self, tenant: str, charge: int = 0) -> bool:
+        """Whether the tenant's entries and reservations would exceed its quota with so much more."""
         with self._lock:
-            if self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes:
+            return self._is_over_quota(tenant, charge)
+
+    def reserve(self, charge: int, tenant: str) -> bool:
+        """Take a part of the capacity and of a quota for a file that is about to be written; False when it is not free."""
+        with self._lock:
+            if self._entry_bytes + self._reserved_bytes + charge > self.capacity_bytes or self._is_over_quota(tenant, charge):
                 return False
             self._reserved_bytes += charge
+            self._tenants_reserved_bytes[tenant] = self._tenants_reserved_bytes.get(tenant, 0) + charge
             return True
 
     def charge_anyway(self, charge: int) -> None:
@@ -88,35 +111,50 @@ class DiskIndex:
         with self._lock:
             self._reserved_bytes += charge
 
-    def unreserve(self, charge: int) -> None:
-        """Give a reserved part back: its file is gone."""
+    def unreserve(self, charge: int, tenant: str | None = None) -> None:
+        """Give a part that was reserved (for a tenant), or charged anyway, back: its file is gone."""
         with self._lock:
-            self._reserved_bytes -= charge
+            self._unreserve(charge, tenant)
 
     def commit(self, key: ChunkKey, entry: DiskEntry) -> None:
         """The file has its name: its reservation becomes an entry, in the place of an older one."""
         with self._lock:
             if key in self._entries:
                 self._pop(key)
-            self._reserved_bytes -= entry.charge
+            self._unreserve(entry.charge, key.tenant)
             self._insert(key, entry)
 
     def restore(self, found: Sequence[tuple[ChunkKey, DiskEntry]]) -> None:
-        """Take over records found on disk, coldest first; they may exceed the capacity."""
+        """Take over records found on disk, coldest first; they may exceed capacity and quotas."""
         with self._lock:
             for key, entry in found:
                 self._insert(key, entry)
 
-    def victim(self) -> ChunkKey | None:
-        """The chunk to give up next; nothing changes."""
+    def victim(self, tenant: str | None = None) -> ChunkKey | None:
+        """The chunk (of that tenant) to give up next; nothing changes."""
         with self._lock:
-            return next(self._policy.victims(), None)
+            return next(self._ledger.victims(tenant), None)
 
-    def evict(self, key: ChunkKey) -> None:
-        """Forget a chunk whose file made room."""
+    def past(self, limit: int) -> list[ChunkKey]:
+        """Chunks whose time is over, at most `limit` of them."""
         with self._lock:
-            self._pop(key)
-            self._recent.add(key)
+            return self._ledger.past(limit)
+
+    def evict(self, key: ChunkKey) -> DiskEntry:
+        """Forget a held chunk whose file makes room, or whose time is over; what was forgotten."""
+        with self._lock:
+            entry = self._entries.pop(key)
+            self._entry_bytes -= entry.charge
+            if self._ledger.is_live(key):
+                self._ledger.evict(key)
+            else:
+                self._ledger.expire(key)
+            return entry
+
+    def refuse(self) -> None:
+        """A chunk is not kept because of its tenant's quota."""
+        with self._lock:
+            self._ledger.refuse()
 
     def remove(self, key: ChunkKey, entry: DiskEntry | None = None) -> DiskEntry | None:
         """Forget a chunk.
@@ -135,15 +173,20 @@ class DiskIndex:
             self._pop(key)
             return held
 
-    def keys(self) -> list[ChunkKey]:
-        """Names of all chunks held now."""
+    def keys(self, tenant: str | None = None) -> list[ChunkKey]:
+        """Names of all chunks (of that tenant) that lie there, those whose time is over included."""
         with self._lock:
-            return list(self._entries)
+            return [key for key in self._entries if tenant is None or key.tenant == tenant]
+
+    def tenants(self) -> set[str]:
+        """Everybody who has something here."""
+        with self._lock:
+            return {key.tenant for key in self._entries}
 
     def held(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size (whole record, bytes) of every chunk held now."""
+        """Name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
-            return [(key, entry.record_bytes) for key, entry in self._entries.items()]
+            return [(key, entry.record_bytes) for key, entry in self._entries.items() if self._ledger.is_live(key)]
 
     @property
     def is_over_capacity(self) -> bool:
@@ -159,7 +202,7 @@ class DiskIndex:
                 "used_bytes": self._entry_bytes + self._reserved_bytes,
                 "capacity_bytes": self.capacity_bytes,
                 "reserved_bytes": self._reserved_bytes,
-            }
+            } | self._ledger.stats()
 
     def check_integrity(self) -> None:
         """Compare the books.
@@ -168,18 +211,38 @@ class DiskIndex:
             IntegrityError: They do not balance.
         """
         with self._lock:
-            charged = sum(entry.charge for entry in self._entries.values())
+            sizes = {key: entry.charge for key, entry in self._entries.items()}
+            charged = sum(sizes.values())
             if charged != self._entry_bytes or self._reserved_bytes < 0:
                 raise IntegrityError(f"entries charge {charged} bytes, books say {self._entry_bytes}; reserved {self._reserved_bytes}")
-            if len(self._policy) != len(self._entries):
-                raise IntegrityError(f"{len(self._entries)} entries, but the policy knows {len(self._policy)}")
+            if sum(self._tenants_reserved_bytes.values()) > self._reserved_bytes or 0 in self._tenants_reserved_bytes.values():
+                raise IntegrityError(f"tenants have reserved {self._tenants_reserved_bytes}, all together {self._reserved_bytes}")
+            self._ledger.check_integrity(sizes)
+
+    def _live(self, key: ChunkKey) -> DiskEntry | None:
+        entry = self._entries.get(key)
+        return entry if entry is not None and self._ledger.is_live(key) else None
+
+    def _miss(self, key: ChunkKey) -> Miss:
+        return Miss(MissReason.EXPIRED) if key in self._entries else self._ledger.miss(key)
+
+    def _is_over_quota(self, tenant: str, charge: int) -> bool:
+        return self._ledger.is_over_quota(tenant, self._tenants_reserved_bytes.get(tenant, 0) + charge)
+
+    def _unreserve(self, charge: int, tenant: str | None) -> None:
+        self._reserved_bytes -= charge
+        if tenant is not None:
+            self._tenants_reserved_bytes[tenant] -= charge
+            if not self._tenants_reserved_bytes[tenant]:
+                del self._tenants_reserved_bytes[tenant]
 
     def _insert(self, key: ChunkKey, entry: DiskEntry) -> None:
+        if entry.stored_at is None:
+            entry = replace(entry, stored_at=self._clock())
         self._entries[key] = entry
         self._entry_bytes += entry.charge
-        self._policy.on_insert(key, entry.charge)
-        self._recent.discard(key)
+        self._ledger.add(key, entry.charge, entry.stored_at)
 
     def _pop(self, key: ChunkKey) -> None:
         self._entry_bytes -= self._entries.pop(key).charge
-        self._policy.on_remove(key)
+        self._ledger.remove(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ def scan(layout: DiskLayout, files: DiskFiles) -> Found:
         try:
             status = files.stat(path)
             size = status.st_size
-            key, entry = read_entry(files, tenant, path, size)
+            key, entry = read_entry(files, tenant, path, status)
         except FileNotFoundError:
             continue
         except (OSError, RecordError):
@@ -80,14 +81,14 @@ def _names(files: DiskFiles, path: Path) -> list[str] | None:
         return None
 
 
-def read_entry(files: DiskFiles, tenant: str, path: Path, size: int) -> tuple[ChunkKey, DiskEntry]:
+def read_entry(files: DiskFiles, tenant: str, path: Path, status: os.stat_result) -> tuple[ChunkKey, DiskEntry]:
     """What a record file says that it holds.
 
     Args:
         files: How it is touched.
         tenant: Whose directory it lies in.
         path: The file.
-        size: Its size, bytes.
+        status: Its size and its time, which is when it was stored.
 
     Raises:
         RecordError: It is not a whole record of the key that it is named after.
@@ -96,9 +97,9 @@ def read_entry(files: DiskFiles, tenant: str, path: Path, size: int) -> tuple[Ch
     with opened(files, path) as fd:
         head = read_head(files, fd)
     header, payload_bytes = decode_head(head)
-    if len(head) + payload_bytes != size:
-        raise RecordError(RecordReason.SHORT, f"{size} bytes, its head says {len(head) + payload_bytes}")
+    if len(head) + payload_bytes != status.st_size:
+        raise RecordError(RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}")
     key = header.engine_key()
     if record_name(key) != path.name:
         raise RecordError(RecordReason.WRONG_KEY, "the file is not named after its key")
-    return ChunkKey(tenant, key), DiskEntry(len(head), payload_bytes, header.lossy)
+    return ChunkKey(tenant, key), DiskEntry(len(head), payload_bytes, header.lossy, status.st_mtime)

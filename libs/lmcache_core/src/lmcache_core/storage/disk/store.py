@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 TIER_NAME = "LocalDiskBackend"
 MAX_VICTIMS_PER_WRITE = 1024
+MAX_EXPIRED_PER_CALL = 16
+"""Chunks whose time is over that a write removes on its way; more than one, so that they do not pile up."""
 DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR})
 """Errors that say something about the file; others (no descriptors, no memory) leave it for the next read."""
 EVENTS = (
-    "evicted_chunks",
     "corrupt_chunks",
     "missing_files",
     "failed_reads",
@@ -83,6 +84,9 @@ class DiskStore:
                 self._quarantine.take(path, charged_bytes(size))
             self._index.restore(found.records)
             with contextlib.suppress(OSError):
+                for tenant in self._index.tenants():
+                    while self._index.is_over_quota(tenant) and self._give_up_one(tenant):
+                        pass
                 while self._index.is_over_capacity and self._give_up_one():
                     pass
         self._counters.add("damaged_at_start", len(found.damaged))
@@ -96,12 +100,14 @@ class DiskStore:
         Returns:
             True when a record for that key is complete and readable.
         """
+        if self._index.past(1):
+            self.expire()
         if not self._index.wants(chunk.key, chunk.lossy):
             return True
         payload_bytes = chunk.memory.get_size()
-        entry = DiskEntry(chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy)
+        entry = DiskEntry(chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy, chunk.stored_at)
         path = self._path(chunk.key)
-        if path is None or entry.charge > self._index.capacity_bytes or not self._backoff.allows():
+        if path is None or not self._index.could_hold(chunk.key.tenant, entry.charge) or not self._backoff.allows():
             self._counters.add("rejected_writes")
             return False
         try:
@@ -134,7 +140,7 @@ class DiskStore:
         except BaseException:
             memory.ref_count_down()
             raise
-        return Chunk(key, header, head, memory, TIER_NAME)
+        return Chunk(key, header, head, memory, TIER_NAME, entry.stored_at)
 
     def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
         """What a record holds, read from its head; a damaged one is dealt with as by `read`."""
@@ -159,7 +165,7 @@ class DiskStore:
         if path is None:
             return False
         try:
-            _, entry = read_entry(self._files, key.tenant, path, self._files.stat(path).st_size)
+            _, entry = read_entry(self._files, key.tenant, path, self._files.stat(path))
         except (OSError, RecordError):
             return False
         if payload_bytes not in (None, entry.payload_bytes):
@@ -167,7 +173,7 @@ class DiskStore:
         with self._names_lock:
             if not self._index.wants(key, entry.lossy):
                 return True
-            if not self._index.reserve(entry.charge):
+            if not self._index.reserve(entry.charge, key.tenant):
                 return False
             self._index.commit(key, entry)
         return True
@@ -189,6 +195,11 @@ class DiskStore:
             self._on_removed(key)
         return num_removed
 
+    def expire(self) -> None:
+        """Forget chunks whose time is over and remove their files, at most `MAX_EXPIRED_PER_CALL` of them."""
+        with self._names_lock:
+            self._expire(MAX_EXPIRED_PER_CALL)
+
     def stats(self) -> dict[str, int]:
         """Figures of the index and of everything that was counted."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
@@ -201,7 +212,7 @@ class DiskStore:
             return None
 
     def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
-        if not self._reserve(entry.charge):
+        if not self._reserve(entry.charge, chunk.key.tenant):
             return False
         temporary = self._layout.new_temporary()
         is_committed = False
@@ -215,41 +226,58 @@ class DiskStore:
                     is_committed = True
         finally:
             if not is_committed:
-                self._discard(temporary, entry.charge)
+                self._discard(temporary, entry.charge, chunk.key.tenant)
         if self._fsync:
             self._files.sync_directory(path.parent)
         return True
 
-    def _discard(self, temporary: Path, charge: int) -> None:
+    def _discard(self, temporary: Path, charge: int, tenant: str) -> None:
         try:
             self._files.unlink(temporary)
         except OSError:
             with self._names_lock:
                 self._quarantine.adopt(temporary, charge)
-        self._index.unreserve(charge)
+        self._index.unreserve(charge, tenant)
 
-    def _reserve(self, charge: int) -> bool:
-        if self._index.reserve(charge):
+    def _reserve(self, charge: int, tenant: str) -> bool:
+        if self._index.reserve(charge, tenant):
             return True
         with self._names_lock:
             for _ in range(MAX_VICTIMS_PER_WRITE):
-                if not self._give_up_one():
-                    return False
-                if self._index.reserve(charge):
+                if not self._give_up_one(tenant, charge):
+                    break
+                if self._index.reserve(charge, tenant):
                     return True
+        if self._index.is_over_quota(tenant, charge):
+            self._index.refuse()
         return False
 
-    def _give_up_one(self) -> bool:
-        if self._quarantine.remove_oldest():
+    def _give_up_one(self, tenant: str | None = None, charge: int = 0) -> bool:
+        """Make room; for a tenant that is over its quota, or would be with so much more, out of what is its own."""
+        if self._expire(1):
             return True
-        key = self._index.victim()
+        is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
+        if not is_own and self._quarantine.remove_oldest():
+            return True
+        key = self._index.victim(tenant if is_own else None)
         if key is None:
             return False
         self._files.unlink(self._layout.record(key))
         self._index.evict(key)
-        self._counters.add("evicted_chunks")
         self._on_removed(key)
         return True
+
+    def _expire(self, limit: int) -> bool:
+        past = self._index.past(limit)
+        for key in past:
+            path = self._layout.record(key)
+            try:
+                self._files.unlink(path)
+                self._index.evict(key)
+            except OSError:
+                self._quarantine.adopt(path, self._index.evict(key).charge)
+            self._on_removed(key)
+        return bool(past)
 
     def _read_into(self, key: ChunkKey, entry: DiskEntry, payload: memoryview) -> tuple[bytes, RecordHeader]:
         with opened(self._files, self._layout.record(key)) as fd:

@@ -1,4 +1,4 @@
-"""Which chunks a full tier gives up first."""
+"""Which chunks a full tier gives up first, and which it does not keep although it has room."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from types import MappingProxyType
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.eviction.base import EvictionPolicy
-from lmcache_core.storage.eviction.recent import RecentEvictions
+from lmcache_core.storage.eviction.expiry import Clock
+from lmcache_core.storage.eviction.ledger import Ledger, TierLimits
+from lmcache_core.storage.eviction.quota import TenantQuotas
 
-DEFAULT_POLICY = "lru"
-POLICIES = MappingProxyType({"lru": ("lmcache_core.storage.eviction.lru", "LRUPolicy")})
+DEFAULT_POLICY = "s3fifo"
+POLICIES = MappingProxyType(
+    {
+        "s3fifo": ("lmcache_core.storage.eviction.s3fifo", "S3FIFOPolicy"),
+        "lru": ("lmcache_core.storage.eviction.lru", "LRUPolicy"),
+    }
+)
 
-__all__ = ["DEFAULT_POLICY", "EvictionPolicy", "POLICIES", "RecentEvictions", "create_policy"]
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Clock", "EvictionPolicy", "Ledger", "TenantQuotas", "TierLimits", "create_policy"]
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:

@@ -12,7 +12,14 @@ class EvictionPolicy(ABC):
     """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its own lock.
 
     A policy belongs to exactly one tier. Every key is reported inserted once and removed once.
+
+    Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns of several chunks at once, it
+    reports the last one first, so that the head counts as the most recent and the tail goes before it.
     """
+
+    @abstractmethod
+    def fresh(self) -> EvictionPolicy:
+        """An empty policy of the same kind."""
 
     @abstractmethod
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
@@ -36,7 +43,8 @@ class EvictionPolicy(ABC):
         """Keys in the order in which to give them up, each at most once, lazily.
 
         Before it asks for the next key the caller either reports the last one removed or declines it; a declined key is in
-        use, which the policy may count as an access. Nothing else may be reported while the iterator is in use.
+        use, which the policy may count as an access. A caller that asks no more has not declined the last one. Nothing else may
+        be reported while the iterator is in use.
         """
 
     @abstractmethod

@@ -15,6 +15,10 @@ class LRUPolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
+    def fresh(self) -> LRUPolicy:
+        """See `EvictionPolicy.fresh`."""
+        return LRUPolicy()
+
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
         """See `EvictionPolicy.on_insert`."""
         assert key not in self._order, "a key is inserted once"

@@ -1,4 +1,4 @@
-"""The keys evicted last: what tells "evicted" from "never stored"."""
+"""The keys given up last, and why: what tells "evicted" and "expired" from "never stored"."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MAX_RECENT_EVICTIONS = 16384
 
 
 class RecentEvictions:
-    """A bounded set of keys, the oldest forgotten first. Not thread-safe: its tier locks."""
+    """A bounded set of keys, each with the reason why it went, the oldest forgotten first. Not thread-safe: its tier locks."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._reasons: OrderedDict[ChunkKey, MissReason] = OrderedDict()
 
-    def add(self, key: ChunkKey) -> None:
-        """That chunk has just been evicted."""
-        self._keys[key] = None
-        if len(self._keys) > MAX_RECENT_EVICTIONS:
-            self._keys.popitem(last=False)
+    def add(self, key: ChunkKey, reason: MissReason = MissReason.EVICTED) -> None:
+        """That chunk has just gone."""
+        self._reasons[key] = reason
+        if len(self._reasons) > MAX_RECENT_EVICTIONS:
+            self._reasons.popitem(last=False)
 
     def discard(self, key: ChunkKey) -> None:
         """That chunk is held again."""
-        self._keys.pop(key, None)
+        self._reasons.pop(key, None)
 
     def miss(self, key: ChunkKey) -> Miss:
-        """The miss to report for a chunk that is not held: evicted, as far as remembered, or never stored."""
-        return Miss(MissReason.EVICTED if key in self._keys else MissReason.NEVER_STORED)
+        """The miss to report for a chunk that is not held: evicted or expired, as far as remembered, or never stored."""
+        return Miss(self._reasons.get(key, MissReason.NEVER_STORED))

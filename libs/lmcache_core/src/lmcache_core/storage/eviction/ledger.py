@@ -1,0 +1,152 @@
+"""What a tier knows of its chunks beside where they are: order, age, whose they are, and why others are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lmcache_core.errors import ConfigError, IntegrityError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Miss, MissReason
+from lmcache_core.storage.eviction.base import EvictionPolicy
+from lmcache_core.storage.eviction.expiry import Clock, Expiry
+from lmcache_core.storage.eviction.quota import TenantPolicy, TenantQuotas
+from lmcache_core.storage.eviction.recent import RecentEvictions
+
+
+@dataclass(frozen=True)
+class TierLimits:
+    """What a tier does not keep although it has room.
+
+    Attributes:
+        ttl_s: How long a chunk is served after it was stored, seconds; None: for ever.
+        quotas: What tenants may take; None: as much as there is.
+
+    Raises:
+        ConfigError: `ttl_s` is not positive.
+    """
+
+    ttl_s: float | None = None
+    quotas: TenantQuotas | None = None
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigError(f"ttl_s={self.ttl_s}: it must be positive, or none")
+
+
+class Ledger:
+    """The books of one tier. Not thread-safe: the tier calls it under its own lock. Every call is O(1), amortised.
+
+    Args:
+        policy: Which chunks go first; belongs to this ledger.
+        limits: What is not kept; by default everything is.
+        clock: Tells the time.
+    """
+
+    def __init__(self, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time) -> None:
+        limits = limits or TierLimits()
+        self._quotas = limits.quotas
+        self._tenants = None if limits.quotas is None else TenantPolicy(policy)
+        self._policy: EvictionPolicy = policy if self._tenants is None else self._tenants
+        self._expiry = None if limits.ttl_s is None else Expiry(limits.ttl_s, clock)
+        self._recent = RecentEvictions()
+        self._num_evicted = 0
+        self._num_expired = 0
+        self._num_over_quota = 0
+
+    def add(self, key: ChunkKey, num_bytes: int, stored_at: float | None = None) -> None:
+        """The tier now holds that chunk.
+
+        Args:
+            key: Not known yet.
+            num_bytes: What it takes of the capacity.
+            stored_at: When it was stored, seconds since the epoch; None means now.
+        """
+        self._policy.on_insert(key, num_bytes)
+        if self._expiry is not None:
+            self._expiry.add(key, stored_at)
+        self._recent.discard(key)
+
+    def access(self, key: ChunkKey) -> None:
+        """A held chunk was read."""
+        self._policy.on_access(key)
+
+    def remove(self, key: ChunkKey) -> None:
+        """The tier gave a held chunk up on request."""
+        self._policy.on_remove(key)
+        if self._expiry is not None:
+            self._expiry.remove(key)
+
+    def evict(self, key: ChunkKey) -> None:
+        """The tier gave a held chunk up to make room."""
+        self.remove(key)
+        self._recent.add(key, MissReason.EVICTED)
+        self._num_evicted += 1
+
+    def expire(self, key: ChunkKey) -> None:
+        """The tier gave a held chunk up because its time is over."""
+        self.remove(key)
+        self._recent.add(key, MissReason.EXPIRED)
+        self._num_expired += 1
+
+    def is_live(self, key: ChunkKey) -> bool:
+        """Whether a held chunk may still be served."""
+        return self._expiry is None or not self._expiry.is_past(key)
+
+    def past(self, limit: int) -> list[ChunkKey]:
+        """Held chunks whose time is over, at most `limit` of them, oldest first."""
+        return [] if self._expiry is None else self._expiry.past(limit)
+
+    def victims(self, tenant: str | None = None) -> Iterator[ChunkKey]:
+        """See `EvictionPolicy.victims`; with quotas, those of one tenant if it is named."""
+        if tenant is None or self._tenants is None:
+            return self._policy.victims()
+        return self._tenants.victims_of(tenant)
+
+    def quota(self, tenant: str) -> int | None:
+        """Bytes that this tenant may take, None for as much as there is."""
+        return None if self._quotas is None else self._quotas.of(tenant)
+
+    def is_over_quota(self, tenant: str, more_bytes: int = 0) -> bool:
+        """Whether that tenant's chunks would take more than its quota with so many bytes more."""
+        quota = self.quota(tenant)
+        return quota is not None and self._tenants is not None and self._tenants.used_bytes(tenant) + more_bytes > quota
+
+    def refuse(self) -> None:
+        """A chunk was not kept because of its tenant's quota."""
+        self._num_over_quota += 1
+
+    def miss(self, key: ChunkKey) -> Miss:
+        """The miss to report for a chunk that is not held."""
+        return self._recent.miss(key)
+
+    def stats(self) -> dict[str, int]:
+        """What has happened so far."""
+        return {
+            "evicted_chunks": self._num_evicted,
+            "expired_chunks": self._num_expired,
+            "quota_refused_chunks": self._num_over_quota,
+        }
+
+    def check_integrity(self, sizes: Mapping[ChunkKey, int]) -> None:
+        """Compare these books with the tier's own.
+
+        Args:
+            sizes: What each chunk that the tier holds takes of its capacity.
+
+        Raises:
+            IntegrityError: They do not balance.
+        """
+        if len(self._policy) != len(sizes):
+            raise IntegrityError(f"{len(sizes)} chunks, but the policy knows {len(self._policy)}")
+        if self._expiry is not None and len(self._expiry) != len(sizes):
+            raise IntegrityError(f"{len(sizes)} chunks, but the time of {len(self._expiry)} is known")
+        if self._tenants is None:
+            return
+        used: dict[str, int] = {}
+        for key, num_bytes in sizes.items():
+            used[key.tenant] = used.get(key.tenant, 0) + num_bytes
+        for tenant, num_bytes in used.items():
+            if self._tenants.used_bytes(tenant) != num_bytes:
+                raise IntegrityError(f"a tenant's chunks take {num_bytes} bytes, its books say {self._tenants.used_bytes(tenant)}")
