@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -149,3 +151,29 @@ class TestLm(SharedServerSuite):
         store = MemoryStore()
         async with serving(store) as server:
             yield LmUnderTest(store, server.port)
+
+
+class FileUnderTest(BackendUnderTest):
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.backend = create_remote_backend(f"file://{root}", timeout_s=10)
+
+    def raw_set(self, key: ChunkKey, record: bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record)
+
+    def raw_get(self, key: ChunkKey) -> bytes | None:
+        path = self._path(key)
+        return path.read_bytes() if path.exists() else None
+
+    def _path(self, key: ChunkKey) -> Path:
+        name = hashlib.sha256(key.key.canonical()).hexdigest()
+        return self._root / key.tenant / name[:2] / f"{name}.kvr"
+
+
+class TestFile(RemoteSuite):
+    @pytest.fixture
+    def under_test(self, tmp_path: Path) -> Iterator[FileUnderTest]:
+        yield FileUnderTest(tmp_path)
+        assert not list(tmp_path.glob(".tmp/*")), "a temporary file stayed"

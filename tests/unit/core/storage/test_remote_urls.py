@@ -9,6 +9,7 @@ import pytest
 from lmcache_core.config import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
@@ -27,6 +28,7 @@ from lmcache_core.storage.remote.redis import RedisBackend
         ("redis-sentinel://user:p%40ss@one", RedisBackend),
         ("http://localhost:8080", HttpBackend),
         ("https://cache.example/prefix", HttpBackend),
+        ("file:///mnt/kv", FileBackend),
     ],
 )
 async def test_schemes(url: str, kind: type) -> None:
@@ -56,6 +58,11 @@ async def test_schemes(url: str, kind: type) -> None:
         "http://",
         "http://user:secret@localhost",
         "http://localhost?x=1",
+        "file://",
+        "file:///",
+        "file://host/directory",
+        "file://user:secret@host/directory",
+        "file:///directory?max_gb=1",
     ],
 )
 def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
@@ -64,10 +71,10 @@ def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_every_scheme_of_the_config_but_file_is_known() -> None:
+def test_every_scheme_of_the_config_is_known() -> None:
     from lmcache_core.storage.remote import _MODULES
 
-    assert set(REMOTE_SCHEMES) - {"file"} == set(_MODULES)
+    assert set(REMOTE_SCHEMES) == set(_MODULES)
 
 
 def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,10 @@ class FilePool:
         Raises:
             UnavailableError: The pool is not open, or was closed before it came to this work.
         """
-        future = self.submit(work, *arguments)
+        return await self.result_of(self.submit(work, *arguments), discard)
+
+    async def result_of(self, future: Future[T], discard: Callable[[T], object] | None = None) -> T:
+        """What a future of `submit` gives; see `run`."""
         try:
             await wait_all([future])
         except BaseException:

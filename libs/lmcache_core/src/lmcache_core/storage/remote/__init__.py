@@ -1,4 +1,7 @@
-"""The remote tier: chunks in a server that many share, chosen by the scheme of a URL. Implementations are imported when first named."""
+"""The remote tier: chunks in a server or directory that many share, chosen by the scheme of a URL.
+
+Implementations are imported when first named.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ _MODULES = MappingProxyType(
         "redis-sentinel": "lmcache_core.storage.remote.redis",
         "http": "lmcache_core.storage.remote.http",
         "https": "lmcache_core.storage.remote.http",
+        "file": "lmcache_core.storage.remote.file",
     }
 )
 
@@ -31,7 +35,8 @@ def create_remote_backend(
 
     Args:
         url: `lm://host:port`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
-            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`.
+            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`,
+            `file:///directory`, which exists and is shared by all who name it.
         token: Bearer token for lm and http.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
