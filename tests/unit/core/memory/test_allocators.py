@@ -152,7 +152,7 @@ def test_pinned_memory_lives_as_long_as_what_is_in_it():
 def test_a_device_that_is_not_there_is_named_with_the_fix(device):
     with pytest.raises(ConfigError, match=f"{device}.*device='cpu'"):
         GPUMemoryAllocator(CAPACITY, device)
-    with pytest.raises(ConfigError, match="gpu.*'cuda'"):
+    with pytest.raises(ConfigError, match=r"gpu.*'cuda'"):
         GPUMemoryAllocator(CAPACITY, "gpu")
     assert inspect.signature(GPUMemoryAllocator).parameters["device"].default == "cuda"
 
