@@ -26,11 +26,12 @@ def create_lower_tiers(config: LMCacheEngineConfig) -> list[StorageBackend]:
     tiers: list[StorageBackend] = []
     if config.local_disk is not None:
         from lmcache_core.storage.disk import LocalDiskBackend
-        from lmcache_core.storage.eviction import create_policy
+        from lmcache_core.storage.eviction import TierLimits, create_policy
 
         path = Path(unquote(urlsplit(config.local_disk).path))
         capacity_bytes = int(config.max_local_disk_size * BYTES_PER_GB)
-        tiers.append(LocalDiskBackend(path, capacity_bytes, create_policy(), fsync=config.disk_fsync))
+        limits = TierLimits(ttl_s=config.chunk_ttl_s)
+        tiers.append(LocalDiskBackend(path, capacity_bytes, create_policy(config.eviction_policy), fsync=config.disk_fsync, limits=limits))
     if config.remote_url is not None:
         from lmcache_core.storage.remote import create_remote_backend
 

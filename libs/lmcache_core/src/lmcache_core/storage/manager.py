@@ -15,7 +15,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result
 from lmcache_core.storage.assembly import create_lower_tiers
-from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.eviction import TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
@@ -46,7 +46,7 @@ class StorageManager:
     def __init__(
         self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters, workers: Workers | None = None
     ) -> None:
-        self._hot = LocalCPUBackend(memory_allocator, create_policy())
+        self._hot = LocalCPUBackend(memory_allocator, create_policy(config.eviction_policy), limits=TierLimits(ttl_s=config.chunk_ttl_s))
         self._lower = create_lower_tiers(config)
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
@@ -81,6 +81,7 @@ class StorageManager:
             with contextlib.suppress(UnavailableError):
                 self._loop.run(stack.close(self._close_drain_s), self._close_drain_s + MARGIN_S)
             self._loop.close()
+            self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
@@ -91,7 +92,7 @@ class StorageManager:
         num_hot = next((i for i, has in enumerate(hot) if not has), len(names))
         if num_hot == len(names) or not self._lower or (search_range is not None and set(search_range) <= {self._hot.name}):
             return num_hot
-        tiers = self._wait(stack.batched_tiers(names, self._timeout_s, search_range))
+        tiers = self._wait(stack.batched_tiers(names, self._timeout_s, search_range), self._timeout_s)
         return num_hot if tiers is None else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -119,29 +120,32 @@ class StorageManager:
         """See `ChunkStore.put`."""
         stack = self._stack
         if stack is not None and not self._lower and self._keep_hot:
-            return self._hot.put_many(chunks)
-        kept = None if stack is None else self._wait(stack.batched_put(chunks))
+            kept_hot = self._hot.put_many(chunks)
+            if self._stack is None:
+                self._hot.clear_now()  # closed in this moment
+            return kept_hot
+        kept = None if stack is None else self._wait(stack.batched_put(chunks), self._timeout_s)
         return [False] * len(chunks) if kept is None else kept
 
     def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
         """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
-        results: list[Result] | None
-        if stack is None:
-            results = None
-        elif self._lower and not all(self._hot.contains_many(names)):
+        results: list[Result] | None = None
+        if stack is not None and (not self._lower or all(self._hot.contains_many(names))):
+            results = [self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)]
+            if self._lower and any(isinstance(result, Miss) for result in results):  # evicted in this moment
+                _release_all(results)
+                results = None
+        if stack is not None and results is None:
+            limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(names))
             work = stack.batched_get(names, self._timeout_s, prefix_only=True, recompute_s=recompute_s)
-            results = self._wait(work, _release_all)
-        else:
-            results = [
-                self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)
-            ]
+            results = self._wait(work, limit_s, _release_all)
         return self._intact_prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results)
 
     def evict(self, keys: Sequence[CacheEngineKey]) -> int:
         """Forget chunks in the tiers of this process (host memory and disk), also where they are on their way; how many there were."""
         stack = self._stack
-        num_removed = None if stack is None else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS))
+        num_removed = None if stack is None else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS), self._timeout_s)
         return num_removed or 0
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
@@ -160,10 +164,10 @@ class StorageManager:
         stack = self._stack
         return {} if stack is None else stack.stats()
 
-    def _wait(self, work: Coroutine[Any, Any, T], discard: Callable[[T], None] | None = None) -> T | None:
-        """What `work` gives, or None when it gave nothing in time."""
+    def _wait(self, work: Coroutine[Any, Any, T], limit_s: float, discard: Callable[[T], None] | None = None) -> T | None:
+        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time."""
         try:
-            return self._loop.run(work, self._timeout_s + MARGIN_S, discard)
+            return self._loop.run(work, limit_s + MARGIN_S, discard)
         except UnavailableError as exc:
             logger.warning("the tiers gave no answer: %s", exc)
             return None
