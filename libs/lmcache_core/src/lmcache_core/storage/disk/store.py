@@ -19,15 +19,13 @@ from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout, charged_bytes
 from lmcache_core.storage.disk.quarantine import Quarantine
 from lmcache_core.storage.disk.record_file import name_record, opened, read_head, read_payload, write_record
+from lmcache_core.storage.disk.room import DiskRoom
 from lmcache_core.storage.disk.scan import read_entry, scan
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
 TIER_NAME = "LocalDiskBackend"
-MAX_VICTIMS_PER_WRITE = 1024
-MAX_EXPIRED_PER_CALL = 16
-"""Chunks whose time is over that a write removes on its way; more than one, so that they do not pile up."""
 DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR})
 """Errors that say something about the file; others (no descriptors, no memory) leave it for the next read."""
 EVENTS = (
@@ -65,6 +63,7 @@ class DiskStore:
         self._fsync = fsync
         self._names_lock = threading.Lock()
         self._quarantine = Quarantine(layout, index, files)
+        self._room = DiskRoom(layout, index, files, self._quarantine, on_removed)
         self._backoff = WriteBackoff()
         self._counters = Counters()
 
@@ -83,12 +82,7 @@ class DiskStore:
             for path, size in found.damaged:
                 self._quarantine.take(path, charged_bytes(size))
             self._index.restore(found.records)
-            with contextlib.suppress(OSError):
-                for tenant in self._index.tenants():
-                    while self._index.is_over_quota(tenant) and self._give_up_one(tenant):
-                        pass
-                while self._index.is_over_capacity and self._give_up_one():
-                    pass
+            self._room.shrink()
         self._counters.add("damaged_at_start", len(found.damaged))
         self._counters.add("foreign_at_start", found.num_foreign)
         if found.damaged:
@@ -196,9 +190,9 @@ class DiskStore:
         return num_removed
 
     def expire(self) -> None:
-        """Forget chunks whose time is over and remove their files, at most `MAX_EXPIRED_PER_CALL` of them."""
+        """Forget chunks whose time is over and remove their files, a bounded number of them."""
         with self._names_lock:
-            self._expire(MAX_EXPIRED_PER_CALL)
+            self._room.expire()
 
     def stats(self) -> dict[str, int]:
         """Figures of the index and of everything that was counted."""
@@ -243,41 +237,7 @@ class DiskStore:
         if self._index.reserve(charge, tenant):
             return True
         with self._names_lock:
-            for _ in range(MAX_VICTIMS_PER_WRITE):
-                if not self._give_up_one(tenant, charge):
-                    break
-                if self._index.reserve(charge, tenant):
-                    return True
-        if self._index.is_over_quota(tenant, charge):
-            self._index.refuse()
-        return False
-
-    def _give_up_one(self, tenant: str | None = None, charge: int = 0) -> bool:
-        """Make room; for a tenant that is over its quota, or would be with so much more, out of what is its own."""
-        if self._expire(1):
-            return True
-        is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
-        if not is_own and self._quarantine.remove_oldest():
-            return True
-        key = self._index.victim(tenant if is_own else None)
-        if key is None:
-            return False
-        self._files.unlink(self._layout.record(key))
-        self._index.evict(key)
-        self._on_removed(key)
-        return True
-
-    def _expire(self, limit: int) -> bool:
-        past = self._index.past(limit)
-        for key in past:
-            path = self._layout.record(key)
-            try:
-                self._files.unlink(path)
-                self._index.evict(key)
-            except OSError:
-                self._quarantine.adopt(path, self._index.evict(key).charge)
-            self._on_removed(key)
-        return bool(past)
+            return self._room.reserve(charge, tenant)
 
     def _read_into(self, key: ChunkKey, entry: DiskEntry, payload: memoryview) -> tuple[bytes, RecordHeader]:
         with opened(self._files, self._layout.record(key)) as fd:
