@@ -61,7 +61,7 @@ class LMCacheEngineBuilder:
 def _build(config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, gpu_connector: GPUConnectorInterface) -> LMCacheEngine:
     allocator: MemoryAllocatorInterface | None = None
     if config.sidecar_socket is None:
-        from lmcache_core.memory.tensor import HostMemoryAllocator
+        from lmcache_core.memory import PinMemoryAllocator
 
-        allocator = HostMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
+        allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
     return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), gpu_connector)

@@ -45,6 +45,9 @@ class ChunkStore(Protocol):
             recompute_s: What computing one chunk anew costs, as far as is known: what takes longer to load is a miss.
         """
 
+    def forget(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Drop chunks that nobody will ask for again, where that is cheap; the others age like any."""
+
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """Give the references of these chunks back.
 

@@ -7,7 +7,7 @@ The one data path, in five hops: `LMCacheEngine.retrieve` -> `TokenDatabase.proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
+
+if TYPE_CHECKING:
+    from lmcache_core.gpu_connectors import EngineMemory
 
 TIERS = frozenset({HOT_TIER, "LocalDiskBackend", "P2PBackend", "RemoteBackend"})
 """What `lookup` can be confined to."""
@@ -54,6 +57,7 @@ class LMCacheEngine:
         self.metadata = metadata
         self.counters = Counters()
         self._token_database = token_database
+        self._gpu_connector = gpu_connector
         self._workers = Workers("lmcache-digest")
         self._store = store or create_chunk_store(config, metadata, memory_allocator, self.counters, self._workers)
         self._transfer = KVTransfer(self._store, gpu_connector, metadata, self.counters, self._workers)
@@ -73,6 +77,26 @@ class LMCacheEngine:
         """Finish or abandon background work and free everything. Idempotent."""
         self._store.close()
         self._workers.close()
+
+    def attach(self, kvcaches: Any, engine_memory: EngineMemory) -> None:
+        """Check, before the first request, that the connector for paged memory reads and writes it as the serving engine does.
+
+        A known pattern goes gather, store, load, scatter for each layer group and is compared; the memory is left as it was. When the
+        store takes nothing just now (the sidecar is away), only the layout is checked.
+
+        Args:
+            kvcaches: What the connector will be given in service; nobody else uses its first and last blocks meanwhile.
+            engine_memory: The serving engine's own view of that memory, for example `LogicalMemory`.
+
+        Raises:
+            ValueError: The pattern did not come back as it was sent: the layout is not as declared.
+            TypeError: The connector is not one for paged memory.
+        """
+        from lmcache_core.gpu_connectors import PagedConnector, run_canary
+
+        if not isinstance(self._gpu_connector, PagedConnector):
+            raise TypeError(f"{type(self._gpu_connector).__name__} does not work on paged memory; there is nothing to check")
+        run_canary(self._gpu_connector, kvcaches, engine_memory, self._transfer.through_store)
 
     def store(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any) -> None:
         """Keep the KV of these tokens; returns before slow tiers have written.
@@ -138,11 +162,12 @@ class LMCacheEngine:
         if search_range is not None and not set(search_range) <= TIERS:
             unknown = ", ".join(repr(name) for name in search_range if name not in TIERS)
             raise ValueError(f"search_range names {unknown}; tiers are {', '.join(sorted(TIERS))}")
+        num_tokens = 0
         with self._guard("lookup"):
             named = list(self._token_database.process_tokens(tokens, None, spans))
             num_prefix = self._store.lookup([key for _, _, key in named], search_range)
-            return named[num_prefix - 1][1] if num_prefix else 0
-        return 0
+            num_tokens = named[num_prefix - 1][1] if num_prefix else 0
+        return num_tokens  # noqa: RET504 (the guard may have ended the block)
 
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = ()) -> None:
         """Begin to lift the KV of these tokens into host memory; returns at once.

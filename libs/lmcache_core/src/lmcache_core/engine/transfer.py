@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from itertools import takewhile
@@ -12,12 +13,12 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
-from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.gpu_connectors.base import DescribesTensors, GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec
+from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec, raw_header
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
@@ -112,11 +113,34 @@ class KVTransfer:
             self._count_retrieved(chunk, end - start)
         return num_loaded
 
+    def through_store(self, memory: MemoryObj) -> MemoryObj:
+        """A copy of that memory that has been through the chunk store; the memory itself when the store takes nothing just now."""
+        shape = tuple(memory.metadata.shape)
+        key = CacheEngineKey("canary", "canary", 1, 0, secrets.token_hex(32))
+        (reserved,) = self._store.reserve([shape], self._dtype)
+        if reserved is None:
+            return memory
+        reserved.byte_array[:] = memory.byte_array
+        header = raw_header(key, shape, self._dtype, UNSEALED_DIGEST)
+        put = [Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, reserved, HOT_TIER)]
+        try:
+            self._store.put(put)
+        finally:
+            self._store.release(put)
+        chunks = self._store.get([key])
+        try:
+            return BytesBufferMemoryObj(bytes(chunks[0].memory.byte_array), memory.metadata) if chunks else memory
+        finally:
+            self._store.release(chunks)
+            self._store.forget([key])
+
     def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
         header = RecordHeader(key.canonical(), RAW_SERDE, "", False, self._tensors(num_tokens), UNSEALED_DIGEST)
         return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
 
     def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
+        if isinstance(self._gpu_connector, DescribesTensors):
+            return self._gpu_connector.tensor_specs(num_tokens)
         shape = tuple(self._gpu_connector.get_shape(num_tokens))
         return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
 

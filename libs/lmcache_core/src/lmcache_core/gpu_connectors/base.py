@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from lmcache_core.memory.base import MemoryObj
+
+if TYPE_CHECKING:
+    from lmcache_core.record import TensorSpec
 
 
 class GPUConnectorInterface(ABC):
@@ -34,3 +37,11 @@ class GPUConnectorInterface(ABC):
     @abstractmethod
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Shape of the memory object for that many tokens: `[2, num_layers, num_tokens, hidden_dim]`."""
+
+
+@runtime_checkable
+class DescribesTensors(Protocol):
+    """Ability: a connector whose memory objects hold several tensors, for a model with layers of different shapes."""
+
+    def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
+        """Each tensor's group, dtype, shape, and place in the memory object, bytes."""

@@ -130,6 +130,9 @@ class SidecarChunkStore:
             self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), reason)
         return chunks
 
+    def forget(self, keys: Sequence[CacheEngineKey]) -> None:
+        """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
+
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`."""
         return self._give_back(_lent([chunk.memory for chunk in chunks]), m.Release, m.ReleaseOk)

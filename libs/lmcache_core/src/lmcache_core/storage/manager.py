@@ -130,12 +130,7 @@ class StorageManager:
     def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
         """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
-        results: list[Result] | None = None
-        if stack is not None and (not self._lower or all(self._hot.contains_many(names))):
-            results = [self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)]
-            if self._lower and any(isinstance(result, Miss) for result in results):  # evicted in this moment
-                _release_all(results)
-                results = None
+        results = None if stack is None else self._all_from_hot(names)
         if stack is not None and results is None:
             limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(names))
             work = stack.batched_get(names, self._timeout_s, prefix_only=True, recompute_s=recompute_s)
@@ -147,6 +142,10 @@ class StorageManager:
         stack = self._stack
         num_removed = None if stack is None else self._wait(stack.batched_remove(_names(keys), LOCAL_TIERS), self._timeout_s)
         return num_removed or 0
+
+    def forget(self, keys: Sequence[CacheEngineKey]) -> None:
+        """See `ChunkStore.forget`."""
+        self.evict(keys)
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """See `ChunkStore.release`; references in this process cannot be lost."""
@@ -186,6 +185,16 @@ class StorageManager:
             _release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
         finally:
             self._prefetches.release()
+
+    def _all_from_hot(self, names: Sequence[ChunkKey]) -> list[Result] | None:
+        """What host memory says to these chunks; None when slower tiers may have more to say."""
+        if self._lower and not all(self._hot.contains_many(names)):
+            return None
+        results = [self._hot.miss(name) if chunk is None else chunk for name, chunk in zip(names, self._hot.get_many(names), strict=True)]
+        if self._lower and any(isinstance(result, Miss) for result in results):  # evicted in this moment
+            _release_all(results)
+            return None
+        return results
 
     def _intact_prefix(self, results: Sequence[Result]) -> list[Chunk]:
         """The chunks in front of the first miss and of the first that is damaged in host memory; the others are given back and counted."""
