@@ -74,9 +74,9 @@ class S3FIFOPolicy(EvictionPolicy):
         if num_bytes is None:
             self._main_bytes -= self._main.pop(key)
             return
+        self._small_bytes -= num_bytes
         if key == self._offered:
             self._remember(key, num_bytes)
-        self._small_bytes -= num_bytes
 
     def victims(self) -> Iterator[ChunkKey]:
         """See `EvictionPolicy.victims`; a declined key counts as read."""

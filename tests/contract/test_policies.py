@@ -1,0 +1,22 @@
+"""Every eviction policy keeps the contract, alone and below the books of tenants."""
+
+from __future__ import annotations
+
+import pytest
+from lmcache_core.storage.eviction import POLICIES, EvictionPolicy, create_policy
+from lmcache_core.storage.eviction.quota import TenantPolicy
+from lmcache_core.testing.policy_suite import PolicySuite
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+class TestPolicies(PolicySuite):
+    @pytest.fixture
+    def policy(self, name: str) -> EvictionPolicy:
+        return create_policy(name)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+class TestTenantPolicy(PolicySuite):
+    @pytest.fixture
+    def policy(self, name: str) -> EvictionPolicy:
+        return TenantPolicy(create_policy(name))
