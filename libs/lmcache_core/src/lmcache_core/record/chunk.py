@@ -115,7 +115,8 @@ class Chunk:
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
         """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
-        return Chunk(self.key, self._header, self._head, memory, tier, self.stored_at)
+        head = self._head  # before the header: another thread that seals it sets the header first, and the two must fit
+        return Chunk(self.key, self._header, head, memory, tier, self.stored_at)
 
     def release(self) -> None:
         """Give this chunk's reference back."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lmcache_core.keys import ChunkKey
+
+IsUnwanted = Callable[[ChunkKey], bool]
 
 
 class Lift:
@@ -20,16 +23,23 @@ class Lift:
         self.unwanted: set[ChunkKey] = set()
         self.done = asyncio.Event()
 
+    def forget(self, is_unwanted: IsUnwanted) -> None:
+        """These chunks are being removed: the lift must not keep them."""
+        self.unwanted.update(key for key in self.keys if is_unwanted(key))
+
 
 class Lifts:
-    """The lifts of one stack. On its event loop only."""
+    """The lifts of one stack, and the removals that they must not undo. On its event loop only."""
 
     def __init__(self) -> None:
         self._active: list[Lift] = []
+        self._removals: dict[object, IsUnwanted] = {}
 
     def begin(self, keys: Sequence[ChunkKey]) -> Lift:
         """A task starts to read these chunks; it ends with `end`."""
         lift = Lift(keys)
+        for is_unwanted in self._removals.values():
+            lift.forget(is_unwanted)
         self._active.append(lift)
         return lift
 
@@ -38,10 +48,25 @@ class Lifts:
         self._active.remove(lift)
         lift.done.set()
 
-    def forget(self, is_unwanted: Callable[[ChunkKey], bool]) -> None:
-        """These chunks are being removed: lifts on their way must not keep them."""
+    @contextmanager
+    def removing(self, is_unwanted: IsUnwanted) -> Iterator[None]:
+        """While inside, these chunks are being removed from one tier after the other.
+
+        Lifts that are on their way or begin meanwhile may still find them in a tier whose turn is to come. They do not keep them, also when
+        they end later: who has seen that a chunk is gone must not see it again.
+        """
         for lift in self._active:
-            lift.unwanted.update(key for key in lift.keys if is_unwanted(key))
+            lift.forget(is_unwanted)
+        removal = object()
+        self._removals[removal] = is_unwanted
+        try:
+            yield
+        finally:
+            del self._removals[removal]
+
+    def is_being_removed(self, key: ChunkKey) -> bool:
+        """Whether a removal of that chunk is going on."""
+        return any(is_unwanted(key) for is_unwanted in self._removals.values())
 
     async def wait_for_others(self, keys: Sequence[ChunkKey], timeout_s: float) -> bool:
         """Wait until nobody is reading these chunks any more, at most `timeout_s` seconds.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 from lmcache_core.errors import UnavailableError
@@ -13,7 +14,8 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.lifts import Lift, Lifts
+from lmcache_core.storage.lifts import IsUnwanted, Lift, Lifts
+from lmcache_core.storage.time_limit import ReadLimit
 from lmcache_core.storage.wrappers.priced import KnowsItsPrice
 from lmcache_core.storage.write_behind import WriteBehind
 
@@ -119,7 +121,7 @@ class TierStack:
     ) -> list[Result]:
         """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
 
-        A tier whose reads are expected to last beyond the deadline is not asked: its chunks are misses with reason `deadline`.
+        A tier is not asked for more than is expected to come by the deadline: the rest are misses with reason `deadline`.
 
         Args:
             keys: Their names.
@@ -137,7 +139,7 @@ class TierStack:
         if missing and self.lower:
             limit_s = timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
             try:
-                await self._fill_from_below(keys, results, began + limit_s, search_range)
+                await self._fill_from_below(keys, results, ReadLimit(began + limit_s, recompute_s), search_range)
             except BaseException:
                 _release(results, 0)
                 raise
@@ -147,32 +149,36 @@ class TierStack:
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed)."""
-        kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
-        for chunk, is_kept in zip(chunks, kept, strict=True):
+        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed).
+
+        A chunk that is being removed at this moment counts as put just before that.
+        """
+        remaining = [chunk for chunk in chunks if not self._lifts.is_being_removed(chunk.key)]
+        kept = self.hot.put_many(remaining) if self._keep_hot else [True] * len(remaining)
+        for chunk, is_kept in zip(remaining, kept, strict=True):
             if is_kept:
                 if self._keep_hot:
                     self._written(chunk, self.hot.name)
                 for writer in self._writers.values():
                     writer.offer(chunk)
-        return kept
+        refused = {chunk.key for chunk, is_kept in zip(remaining, kept, strict=True) if not is_kept}
+        return [chunk.key not in refused for chunk in chunks]
 
     async def batched_remove(self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None) -> int:
         """Forget chunks in the tiers named (all when None); how many were in the one that held most."""
-        await self._forget_writes(frozenset(keys).__contains__)
-        counts = [await tier.batched_remove(keys) for tier in self._tiers_in(search_range)]
-        self._lifts.forget(frozenset(keys).__contains__)
-        if search_range is None or self.hot.name in search_range:
-            self.hot.remove_many(keys)  # what was lifted while the tiers below still had it
-        return max(counts, default=0)
+        return await self._remove(frozenset(keys).__contains__, search_range, lambda tier: tier.batched_remove(keys))
 
     async def clear(self, tenant: str | None = None, search_range: Sequence[str] | None = None) -> int:
         """Forget everything (of that tenant) in the tiers named (all when None); how many were in the one that held most."""
-        await self._forget_writes(lambda key: tenant is None or key.tenant == tenant)
-        counts = [await tier.clear(tenant) for tier in self._tiers_in(search_range)]
-        self._lifts.forget(lambda key: tenant is None or key.tenant == tenant)
-        if search_range is None or self.hot.name in search_range:
-            self.hot.clear_now(tenant)
+        return await self._remove(lambda key: tenant is None or key.tenant == tenant, search_range, lambda tier: tier.clear(tenant))
+
+    async def _remove(
+        self, is_unwanted: IsUnwanted, search_range: Sequence[str] | None, remove: Callable[[StorageBackend], Awaitable[int]]
+    ) -> int:
+        tiers = self._tiers_in(search_range)
+        with self._lifts.removing(is_unwanted) if self.hot in tiers else nullcontext():
+            await asyncio.gather(*(writer.forget(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
+            counts = [await remove(tier) for tier in tiers]
         return max(counts, default=0)
 
     def _tiers_in(self, search_range: Sequence[str] | None) -> list[StorageBackend]:
@@ -194,9 +200,6 @@ class TierStack:
             }
         return figures
 
-    async def _forget_writes(self, is_unwanted: Callable[[ChunkKey], bool]) -> None:
-        await asyncio.gather(*(writer.forget(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
-
     async def _ask(self, tier: StorageBackend, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
         try:
             async with asyncio.timeout_at(deadline):
@@ -208,12 +211,11 @@ class TierStack:
         return [self.hot.miss(key) if chunk is None else chunk for key, chunk in zip(keys, self.hot.get_many(keys), strict=True)]
 
     async def _fill_from_below(
-        self, keys: Sequence[ChunkKey], results: list[Result], deadline: float, search_range: Sequence[str] | None
+        self, keys: Sequence[ChunkKey], results: list[Result], limit: ReadLimit, search_range: Sequence[str] | None
     ) -> None:
-        """Fill in what the slower tiers bring by the deadline."""
-        clock = asyncio.get_running_loop().time
+        """Fill in what the slower tiers bring in time."""
         missing = _missing(results)
-        if self._keep_hot and await self._lifts.wait_for_others([keys[i] for i in missing], deadline - clock()):
+        if self._keep_hot and await self._lifts.wait_for_others([keys[i] for i in missing], limit.left_s(len(missing))):
             for i, result in zip(missing, self._hot_results([keys[i] for i in missing]), strict=True):
                 results[i] = result
             missing = _missing(results)
@@ -224,16 +226,20 @@ class TierStack:
                 if not missing:
                     break
                 if search_range is None or tier.name in search_range:
-                    await self._fill(tier, keys, missing, results, deadline - clock(), lift)
+                    await self._fill(tier, keys, missing, results, limit, lift)
         finally:
             self._lifts.end(lift)
 
     async def _fill(
-        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], limit_s: float, lift: Lift
+        self, tier: StorageBackend, keys: Sequence[ChunkKey], missing: list[int], results: list[Result], limit: ReadLimit, lift: Lift
     ) -> None:
-        wanted = [keys[i] for i in missing]
+        limit_s = limit.left_s(len(missing))
+        num_asked = len(missing) if limit_s > 0 else 0
+        if isinstance(tier, KnowsItsPrice):
+            num_asked = tier.num_worth(num_asked, limit_s, limit.recompute_s)
+        wanted = [keys[i] for i in missing[:num_asked]]
         got: Sequence[Result] = [Miss(MissReason.DEADLINE)] * len(wanted)
-        if limit_s > 0 and (not isinstance(tier, KnowsItsPrice) or tier.is_worth(len(wanted), limit_s)):
+        if wanted:
             try:
                 async with asyncio.timeout(limit_s + GRACE_S):
                     got = await tier.batched_get(wanted, self.hot.allocate, limit_s)
@@ -241,6 +247,7 @@ class TierStack:
                 pass
             except UnavailableError:
                 got = [Miss(MissReason.UNAVAILABLE)] * len(wanted)
+        got = [*got, *[Miss(MissReason.DEADLINE)] * (len(missing) - len(wanted))]
         self._keep([result for result in got if isinstance(result, Chunk) and result.key not in lift.unwanted])
         for i, result in zip(missing, got, strict=True):
             if isinstance(result, Chunk) or result.reason is not MissReason.NEVER_STORED:

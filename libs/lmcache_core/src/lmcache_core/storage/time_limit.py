@@ -5,6 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimit:
+    """How long chunks may be waited for. On the event loop only.
+
+    Attributes:
+        deadline: On the loop's clock.
+        recompute_s: What computing one chunk anew costs; None when that is not known.
+    """
+
+    deadline: float
+    recompute_s: float | None = None
+
+    def left_s(self, num_chunks: int) -> float:
+        """Seconds that so many chunks are worth, and that are left; not positive when there are none."""
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 
 
 @asynccontextmanager

@@ -36,6 +36,7 @@ class WriteBehind:
         self._on_written = on_written
         self._pending: deque[Chunk] = deque()
         self._writing: list[Chunk] = []
+        self._unwanted: set[ChunkKey] = set()
         self._written = asyncio.Event()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -66,7 +67,8 @@ class WriteBehind:
     async def forget(self, is_unwanted: Callable[[ChunkKey], bool], timeout_s: float) -> None:
         """Write none of these chunks from here on: drop those that wait, and wait for those on their way to arrive.
 
-        Whoever removes chunks from the tier calls this first, or a write that was pending brings them back.
+        Whoever removes chunks from the tier calls this first, or a write that was pending brings them back. One that takes too long to
+        arrive is removed by the writer when it does.
 
         Args:
             is_unwanted: Which chunks.
@@ -78,10 +80,12 @@ class WriteBehind:
                 self._settle(chunk)
             else:
                 self._pending.append(chunk)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
                 while any(is_unwanted(chunk.key) for chunk in self._writing):
                     await self._written.wait()
+        except TimeoutError:
+            self._unwanted.update(chunk.key for chunk in self._writing if is_unwanted(chunk.key))
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False when that took longer than `timeout_s`."""
@@ -115,6 +119,7 @@ class WriteBehind:
                     await self._write(self._writing)
                 finally:
                     batch, self._writing = self._writing, []
+                    self._unwanted.clear()
                     self._written.set()
                     for chunk in batch:
                         self._settle(chunk)
@@ -129,7 +134,11 @@ class WriteBehind:
                     await asyncio.to_thread(chunk.sealed)
             answers = iter(await self._backend.batched_put(fresh))
             kept = [is_known or next(answers) for is_known in known]
+            if self._unwanted:
+                await self._backend.batched_remove(list(self._unwanted))
         for chunk, is_kept in zip(batch, kept, strict=True):
+            if chunk.key in self._unwanted:
+                continue
             if is_kept:
                 self._on_written(chunk, self._backend.name)
             else:

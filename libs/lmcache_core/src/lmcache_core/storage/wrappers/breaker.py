@@ -101,10 +101,15 @@ class _Breaker:
 
 
 class _Attempt:
-    """One call that was let through, and what became of it."""
+    """One call that was let through, and what became of it.
+
+    Attributes:
+        tells_nothing: It ended neither well nor badly.
+    """
 
     def __init__(self) -> None:
         self.has_failed = False
+        self.tells_nothing = False
         self.cause = ""
 
     def fail(self, cause: str) -> None:
@@ -151,8 +156,10 @@ class BreakerBackend(WrapperBackend):
             results = await self._backend.batched_get(keys, allocate, timeout_s)
             trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
             is_short = set(trouble) == {MissReason.DEADLINE} and timeout_s is not None and timeout_s < self._options.slow_call_s
-            if trouble and not is_short and not any(isinstance(result, Chunk) for result in results):
-                attempt.fail(trouble[0].value)
+            if trouble and not any(isinstance(result, Chunk) for result in results):
+                attempt.tells_nothing = is_short
+                if not is_short:
+                    attempt.fail(trouble[0].value)
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -201,5 +208,7 @@ class BreakerBackend(WrapperBackend):
         else:
             if attempt.has_failed:
                 self._breaker.failed(attempt.cause)
+            elif attempt.tells_nothing:
+                self._breaker.gave_up()
             else:
                 self._breaker.succeeded()

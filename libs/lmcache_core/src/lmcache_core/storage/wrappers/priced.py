@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -18,10 +19,16 @@ PROBE_INTERVAL = 16
 
 @runtime_checkable
 class KnowsItsPrice(Protocol):
-    """Ability: a tier that can say whether a read is worth it."""
+    """Ability: a tier that can say how much of a read is worth it."""
 
-    def is_worth(self, num_chunks: int, limit_s: float) -> bool:
-        """Whether reading so many chunks should come in below `limit_s`, as far as is known."""
+    def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
+        """How many of so many chunks, from the first, a read should bring, as far as is known.
+
+        Args:
+            num_chunks: How many are wanted.
+            limit_s: The read must be over by then.
+            recompute_s: What computing one chunk anew costs; a read that costs more than computing what it brings is worth nothing.
+        """
 
 
 class PricedBackend(WrapperBackend):
@@ -38,18 +45,25 @@ class PricedBackend(WrapperBackend):
         self._cost = ReadCost()
         self._num_too_dear = 0
 
-    def is_worth(self, num_chunks: int, limit_s: float) -> bool:
-        """See `KnowsItsPrice.is_worth`."""
-        expected_s = self._cost.expected_s(num_chunks)
-        if expected_s is None or expected_s <= limit_s:
-            return True
-        self._num_too_dear += 1
-        return self._num_too_dear % PROBE_INTERVAL == 0
+    def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
+        """See `KnowsItsPrice.num_worth`."""
+        num = self._cost.num_within(num_chunks, limit_s)
+        if num and recompute_s is not None and (self._cost.expected_s(num) or 0.0) > num * recompute_s:
+            num = 0
+        if num == 0 and num_chunks:
+            self._num_too_dear += 1
+            return num_chunks if self._num_too_dear % PROBE_INTERVAL == 0 else 0
+        return num
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. What it brought, and how long that took, is remembered."""
         began = self._clock()
-        results = await self._backend.batched_get(keys, allocate, timeout_s)
+        try:
+            results = await self._backend.batched_get(keys, allocate, timeout_s)
+        except asyncio.CancelledError:
+            if timeout_s is not None and self._clock() - began >= timeout_s:  # it did not heed its limit
+                self._cost.observe(0, 0, self._clock() - began)
+            raise
         arrived = [result for result in results if isinstance(result, Chunk)]
         is_late = any(isinstance(result, Miss) and result.reason is MissReason.DEADLINE for result in results)
         if arrived or is_late:
