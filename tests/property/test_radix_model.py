@@ -33,6 +33,7 @@ class Tree(RuleBasedStateMachine):
     @rule(blocks=SEQUENCES)
     def find(self, blocks: list[bytes]) -> None:
         want = self.known(blocks)
+        assert self.tree.prefix_length(blocks) == len(want)
         assert self.tree.find(blocks) == want
         self.use(want)
 

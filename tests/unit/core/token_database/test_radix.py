@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lmcache_core.errors import IntegrityError
-from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, branching_sequences, make_config, named
+from lmcache_core.testing.token_database_suite import CHUNK_SIZE, METADATA, branching_sequences, interleave, make_config, named
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase, radix
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]
@@ -106,15 +106,54 @@ def test_a_salt_forgets_and_so_does_clear(database):
     assert named(database, range(12)) == named(ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12))
 
 
-def test_a_salt_that_comes_between_hashing_and_keeping_finds_an_empty_tree(database, monkeypatch):
+@pytest.mark.parametrize("step", ["extras_of_chunks", "chain_hashes", "named_chunks"])
+def test_a_salt_that_comes_between_finds_an_empty_tree_and_changes_no_key(database, monkeypatch, step):
     def salting(*args):
         database.use_salt("tenant-a")
-        return chain_hashes(*args)
+        return original(*args)
 
-    chain_hashes = radix.chain_hashes
-    monkeypatch.setattr(radix, "chain_hashes", salting)
+    original = getattr(radix, step)
+    monkeypatch.setattr(radix, step, salting)
     assert named(database, range(12)) == named(ChunkedTokenDatabase(make_config(), METADATA), range(12))
     assert database.num_chunks == 0
+
+
+def test_the_tree_is_whole_after_many_threads():
+    database = RadixTokenDatabase(make_config(), METADATA, max_tokens=20 * CHUNK_SIZE)
+    sequences = branching_sequences(4, 100, max_tokens=80)
+
+    def ask(thread):
+        for turn in range(150):
+            tokens = sequences[(thread * 37 + turn * 7) % len(sequences)]
+            named(database, tokens)
+            database.longest_prefix(torch.tensor(tokens, dtype=torch.int64))
+
+    interleave(ask)
+    database.check_integrity()
+    assert 0 < database.num_chunks <= 20
+
+
+def test_the_tree_is_only_touched_under_its_lock(database, monkeypatch):
+    tree, lock = database._memory.tree, database._memory.lock
+    touched = set()
+
+    def guard(name):
+        original = getattr(tree, name)
+
+        def guarded(*args):
+            assert lock.locked()
+            touched.add(name)
+            return original(*args)
+
+        monkeypatch.setattr(tree, name, guarded)
+
+    for name in ("find", "insert", "prefix_length", "check_integrity"):
+        guard(name)
+    named(database, range(12))
+    assert database.longest_prefix(torch.arange(12)) == 12
+    database.check_integrity()
+    assert len(touched) == 4
+    assert not lock.locked()
 
 
 def test_the_bound_holds_and_what_was_used_longest_ago_goes():

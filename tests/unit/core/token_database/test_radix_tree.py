@@ -34,6 +34,13 @@ def test_a_sequence_is_one_run_until_another_parts_from_it(tree):
     assert find(tree, "b") == find(tree, "") == []
 
 
+def test_a_sequence_that_parts_within_a_run_does_not_reach_what_is_behind_the_run(tree):
+    insert(tree, "abcd")
+    insert(tree, "abxy")
+    for text in ("ac", "acd", "ax", "axy"):
+        assert (tree.prefix_length(blocks(text)), find(tree, text)) == (1, ["a"])
+
+
 def test_a_conversation_that_grows_stays_one_run(tree):
     for turn in range(1, 20):
         insert(tree, "abcdefghijklmnopqrst"[:turn])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,8 @@ from lmcache_core.token_database import MultimodalSpan, TokenDatabase
 CHUNK_SIZE = 4
 MAX_TOKEN_ID = 2**32 - 1
 METADATA = LMCacheEngineMetadata("test/model", 2, 1, "vllm", "bfloat16", (4, 2, CHUNK_SIZE, 8, 64))
-NUM_THREADS, NUM_SEQUENCES = 8, 120
+NUM_THREADS, NUM_SEQUENCES = 4, 120
+SWITCH_INTERVAL_S = 1e-6
 INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 MakeDatabase = Callable[[LMCacheEngineConfig, LMCacheEngineMetadata], TokenDatabase]
@@ -51,6 +53,21 @@ def branching_sequences(seed: int, num_sequences: int, max_tokens: int = 40) -> 
         beginning = known[: dice.randint(0, len(known))]
         made.append((beginning + dice.choices(range(3), k=dice.randint(0, 16)))[:max_tokens])
     return made
+
+
+def interleave(work: Callable[[int], None]) -> None:
+    """Run `work(thread)` in `NUM_THREADS` threads that are interrupted as often as can be, so that a missing lock shows.
+
+    Raises:
+        Exception: What the first of them raised.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            list(threads.map(work, range(NUM_THREADS)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 class TokenDatabaseSuite:
@@ -242,25 +259,22 @@ class TokenDatabaseSuite:
         want = [named(make_database(make_config(), METADATA), tokens) for tokens in sequences]
         shared = make_database(make_config(), METADATA)
 
-        def ask(thread: int) -> bool:
-            order = random.Random(thread).sample(range(NUM_SEQUENCES), NUM_SEQUENCES)  # noqa: S311 (test data)
-            return all(named(shared, sequences[i]) == want[i] for i in order)
+        def ask(thread: int) -> None:
+            for i in random.Random(thread).sample(range(NUM_SEQUENCES), NUM_SEQUENCES):  # noqa: S311 (test data)
+                assert named(shared, sequences[i]) == want[i]
 
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            assert all(threads.map(ask, range(NUM_THREADS)))
+        interleave(ask)
 
     def test_a_salt_that_comes_while_threads_ask_names_no_chunk_wrongly(self, make_database: MakeDatabase) -> None:
         tokens = list(range(200))
         by_salt = {salt: hashes(make_database(make_config(salt), METADATA), tokens) for salt in ("", "a", "b")}
         shared = make_database(make_config(), METADATA)
 
-        def ask(thread: int) -> bool:
-            if thread == 0:
-                for turn in range(50):
+        def ask(thread: int) -> None:
+            for turn in range(30):
+                if thread == 0:
                     shared.use_salt("ab"[turn % 2])
-                return True
-            return all(hashes(shared, tokens) in by_salt.values() for _ in range(20))
+                assert hashes(shared, tokens) in by_salt.values()
 
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            assert all(threads.map(ask, range(NUM_THREADS)))
+        interleave(ask)
         assert hashes(shared, tokens) == by_salt["b"]

@@ -90,10 +90,9 @@ class RadixTree(Generic[V]):
             raise ValueError(f"{len(values)} values for {len(blocks)} blocks")
         path = self._use(blocks)
         at = sum(len(node.blocks) for node in path)
-        new_blocks, new_values = list(blocks[at : self.max_blocks]), list(values[at : self.max_blocks])
-        if new_blocks:
-            self._append(path[-1] if path else self._root, new_blocks, new_values)
-            self.num_blocks += len(new_blocks)
+        if at < len(blocks):
+            self._append(path[-1] if path else self._root, list(blocks[at:]), list(values[at:]))
+            self.num_blocks += len(blocks) - at
             self._evict()
 
     def check_integrity(self) -> None:
