@@ -1,15 +1,15 @@
-"""The host-memory tier against a dict: whatever happens, it serves the right bytes, and its books balance."""
+"""The host-memory tier against a dict: whatever happens, it serves the right bytes, none too long, and its books balance."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk
-from lmcache_core.storage.eviction import create_policy
+from lmcache_core.record import Chunk, MissReason
+from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.testing.chunks import make_chunk, make_payload
 
@@ -17,19 +17,42 @@ CAPACITY_BYTES = 8192
 NAMES = st.integers(0, 11)
 SIZES = st.sampled_from([0, 1, 511, 512, 513, 1500, 4096])
 TENANTS = st.sampled_from(["one", "two"])
+TTL_S = 10.0
+QUOTAS = TenantQuotas(None, {"one": 3072})
 
 
 class HotTier(RuleBasedStateMachine):
+    """The model knows what must be right whatever the policy does; which unread chunk goes, it learns from the tier."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.hot = LocalCPUBackend(ArenaAllocator.anonymous(CAPACITY_BYTES), create_policy(), self.forget)
-        self.model: dict[ChunkKey, bytes] = {}
+        self.now = 1e9
+        self.limits = TierLimits()
+        self.model: dict[ChunkKey, tuple[bytes, float]] = {}
         self.readers: list[tuple[Chunk, bytes]] = []
         self.loose: list[MemoryObj] = []
+        self.gone: list[ChunkKey] = []
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), has_ttl=st.booleans(), has_quotas=st.booleans())
+    def make(self, policy: str, has_ttl: bool, has_quotas: bool) -> None:
+        self.limits = TierLimits(TTL_S if has_ttl else None, QUOTAS if has_quotas else None)
+        arena = ArenaAllocator.anonymous(CAPACITY_BYTES)
+        self.hot = LocalCPUBackend(arena, create_policy(policy), self.forget, limits=self.limits, clock=lambda: self.now)
 
     def forget(self, key: ChunkKey) -> None:
-        assert not any(chunk.key == key for chunk, _ in self.readers), "a referenced chunk was evicted"
+        assert self.is_past(key) or not any(chunk.key == key for chunk, _ in self.readers), "a referenced chunk was evicted"
         del self.model[key]
+        self.gone.append(key)
+
+    def is_past(self, key: ChunkKey) -> bool:
+        return self.limits.ttl_s is not None and self.model[key][1] + self.limits.ttl_s <= self.now
+
+    def live(self) -> set[ChunkKey]:
+        return {key for key in self.model if not self.is_past(key)}
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 9.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(name=NAMES, size=SIZES, tenant=TENANTS, is_foreign=st.booleans())
     def put(self, name: int, size: int, tenant: str, is_foreign: bool) -> None:
@@ -41,21 +64,31 @@ class HotTier(RuleBasedStateMachine):
             memory.byte_array[:] = data
             made = make_chunk(name, tenant, data)
             chunk = Chunk(made.key, made.header, made.head, memory, "test")
-        if self.hot.put_many([chunk]) == [True]:
-            self.model.setdefault(chunk.key, data)
+        was_live = chunk.key in self.live()
+        [is_kept] = self.hot.put_many([chunk])
+        if is_kept and not was_live:
+            self.model[chunk.key] = (data, self.now)
         chunk.release()
+        if not is_kept:
+            assert not was_live
+            assert memory is None or (self.limits.quotas is not None and tenant == "one"), "there was room"
 
     @rule(name=NAMES, tenant=TENANTS, is_kept=st.booleans())
     def get(self, name: int, tenant: str, is_kept: bool) -> None:
         key = make_chunk(name, tenant).key
+        was_held, was_live = key in self.model, key in self.live()
         [chunk] = self.hot.get_many([key])
-        assert (chunk is not None) == (key in self.model)
-        if chunk is not None:
-            assert bytes(chunk.memory.byte_array) == self.model[key]
-            if is_kept:
-                self.readers.append((chunk, self.model[key]))
-            else:
-                chunk.release()
+        assert (chunk is not None) == was_live
+        if chunk is None:
+            assert key not in self.model
+            assert not was_held or self.hot.miss(key).reason is MissReason.EXPIRED
+            assert was_held or (self.hot.miss(key).reason is MissReason.NEVER_STORED) == (key not in self.gone)
+            return
+        assert bytes(chunk.memory.byte_array) == self.model[key][0]
+        if is_kept:
+            self.readers.append((chunk, self.model[key][0]))
+        else:
+            chunk.release()
 
     @rule()
     def let_go(self) -> None:
@@ -80,6 +113,8 @@ class HotTier(RuleBasedStateMachine):
             was_held = key in self.model
             assert self.hot.remove_many([key]) == was_held
             assert key not in self.model
+            if was_held:
+                self.gone = [other for other in self.gone if other != key]
 
     @rule(num_bytes=st.integers(0, CAPACITY_BYTES))
     def evict(self, num_bytes: int) -> None:
@@ -91,7 +126,11 @@ class HotTier(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.hot.check_integrity()
-        assert set(self.hot.keys()) == set(self.model)
+        assert set(self.hot.keys()) == self.live()
+        assert self.hot.stats()["num_chunks"] == len(self.model)
+        if self.limits.quotas is not None:
+            taken = sum(-(-len(data) // 512) * 512 for key, (data, _) in self.model.items() if key.tenant == "one")
+            assert taken <= QUOTAS.by_tenant["one"]
         for chunk, data in self.readers:
             assert bytes(chunk.memory.byte_array) == data
 

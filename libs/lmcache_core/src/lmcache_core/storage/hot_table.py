@@ -83,7 +83,7 @@ class HotTable:
         return gone
 
     def give_up(self, limit: int | None = None, tenant: str | None = None, spared: ChunkKey | None = None) -> Iterator[ChunkKey]:
-        """Forget chunks one by one: first all whose time is over, then, in the policy's order, those that nobody references.
+        """Forget chunks one by one: first those whose time is over, then, in the policy's order, those that nobody references.
 
         Args:
             limit: How many are looked at; None: all.
@@ -93,7 +93,10 @@ class HotTable:
         Yields:
             What has just been forgotten.
         """
-        yield from self.expire(len(self._chunks) if limit is None else limit)
+        for key in self._ledger.past(len(self._chunks) if limit is None else limit):
+            self._ledger.expire(key)
+            self._drop(key)
+            yield key
         for key in islice(self._ledger.victims(tenant), limit):
             if key == spared or self._chunks[key].memory.get_ref_count() > 1:
                 continue

@@ -88,9 +88,12 @@ class DiskIndex:
             return held is None or (held.lossy and not lossy)
 
     def could_hold(self, tenant: str, charge: int) -> bool:
-        """Whether an entry of that size fits at all, whatever is given up for it."""
+        """Whether an entry of that size fits at all, whatever is given up for it; counted, if the quota is why not."""
         quota = self._ledger.quota(tenant)
-        return charge <= self.capacity_bytes and (quota is None or charge <= quota)
+        if quota is None or charge <= quota:
+            return charge <= self.capacity_bytes
+        self.refuse()
+        return False
 
     def is_over_quota(self, tenant: str, charge: int = 0) -> bool:
         """Whether the tenant's entries and reservations would exceed its quota with so much more."""

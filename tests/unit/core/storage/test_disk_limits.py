@@ -1,0 +1,231 @@
+"""The disk tier with a time to live and with quotas, also over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import MissReason
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.testing.backend_suite import Arena, payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+NUM_SLOTS = 16
+CAPACITY_BYTES = NUM_SLOTS * BLOCK_BYTES
+TTL_S = 60.0
+QUOTA_SLOTS = 3
+QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": CAPACITY_BYTES})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def removed():
+    return []
+
+
+async def opened(root: Path, clock, removed, limits=None, **options) -> LocalDiskBackend:
+    limits = limits or TierLimits(TTL_S, QUOTAS)
+    disk = LocalDiskBackend(root, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock, **options)
+    await disk.open()
+    return disk
+
+
+@pytest.fixture
+async def disk(tmp_path, clock, removed):
+    backend = await opened(tmp_path, clock, removed)
+    yield backend
+    await backend.close()
+    backend.check_integrity()
+
+
+async def put(disk, *names, tenant="default", is_kept=True):
+    for name in names:
+        assert await disk.batched_put([make_chunk(name, tenant=tenant)]) == [is_kept]
+
+
+async def get(disk, *names, tenant="default"):
+    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())]
+
+
+def num_files(root: Path) -> int:
+    return len(list(root.rglob("*.kvr")))
+
+
+async def until_gone(root: Path, num: int = 0) -> None:
+    async with asyncio.timeout(5):
+        while num_files(root) > num:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+
+
+async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, removed, tmp_path):
+    await put(disk, "a")
+    clock.now += TTL_S - 1
+    assert await get(disk, "a") == [make_payload("a")]
+    clock.now += 1
+    assert await disk.batched_contains([make_key("a")]) == [False]
+    assert disk.keys() == []
+    assert await get(disk, "a") == [MissReason.EXPIRED]
+    await until_gone(tmp_path)
+    assert removed == [make_key("a")]
+    assert await get(disk, "a", "never") == [MissReason.EXPIRED, MissReason.NEVER_STORED]
+    figures = disk.stats()
+    assert (figures["expired_chunks"], figures["evicted_chunks"], figures["used_bytes"]) == (1, 0, 0)
+
+
+async def test_the_time_goes_on_over_a_restart(disk, clock, removed, tmp_path):
+    await put(disk, "old", "young")
+    [path] = [path for path in tmp_path.rglob("*.kvr") if make_payload("old") in path.read_bytes()]
+    os.utime(path, (clock.now - TTL_S + 5,) * 2)
+    await disk.close()
+    again = await opened(tmp_path, clock, removed)
+    clock.now += 4
+    assert await get(again, "old", "young") == [make_payload("old"), make_payload("young")]
+    clock.now += 2
+    assert await get(again, "old", "young") == [MissReason.EXPIRED, make_payload("young")]
+    await until_gone(tmp_path, 1)
+    await again.close()
+
+
+async def test_writes_remove_what_has_expired(disk, clock, tmp_path):
+    await put(disk, *range(5))
+    clock.now += TTL_S
+    await put(disk, "new")
+    assert num_files(tmp_path) == 1
+    assert disk.stats()["expired_chunks"] == 5
+
+
+async def test_an_expired_chunk_is_stored_anew(disk, clock):
+    await put(disk, "a")
+    clock.now += TTL_S
+    await put(disk, "a")
+    clock.now += TTL_S - 1
+    assert await get(disk, "a") == [make_payload("a")]
+
+
+async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(clock, removed, tmp_path):
+    class Stuck(DiskFiles):
+        is_stuck = False
+
+        def unlink(self, path):
+            if self.is_stuck:
+                raise OSError(errno.EROFS, "read-only")
+            super().unlink(path)
+
+    files = Stuck()
+    disk = await opened(tmp_path, clock, removed, files=files)
+    await put(disk, "a", "b")
+    clock.now += TTL_S
+    files.is_stuck = True
+    await put(disk, "c")
+    assert await get(disk, "a", "b", "c") == [MissReason.EXPIRED, MissReason.EXPIRED, make_payload("c")]
+    assert (disk.stats()["used_bytes"], disk.stats()["quarantined_files"]) == (3 * BLOCK_BYTES, 2)
+    await disk.close()
+    disk.check_integrity()
+
+
+async def test_a_chunk_lifted_into_memory_keeps_its_age(clock, removed, tmp_path):
+    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock)
+    stack = TierStack(hot, [disk])
+    await stack.open()
+    await put(disk, "a")
+    clock.now += TTL_S - 10
+    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [make_payload("a")]
+    assert hot.contains_many([make_key("a")]) == [True]
+    clock.now += 10
+    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [MissReason.EXPIRED]
+    await stack.close()
+
+
+async def test_a_tenant_over_its_quota_gives_up_its_own(disk, removed, tmp_path):
+    await put(disk, *range(5), tenant="default")
+    await put(disk, *range(QUOTA_SLOTS), tenant="mine")
+    await put(disk, "one more", tenant="mine")
+    await asyncio.sleep(0)
+    assert removed == [make_key(0, "mine")]
+    assert sum(key.tenant == "mine" for key in disk.keys()) == QUOTA_SLOTS
+    assert num_files(tmp_path / "mine") == QUOTA_SLOTS
+    assert num_files(tmp_path / "default") == 5
+
+
+async def test_a_chunk_above_the_quota_is_refused_counted_and_costs_nobody(disk, removed):
+    await put(disk, 0, tenant="mine")
+    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
+    assert await disk.batched_put([large]) == [False]
+    assert disk.stats()["quota_refused_chunks"] == 1
+    assert removed == []
+
+
+async def test_the_quota_also_bounds_what_is_being_written(clock, removed, tmp_path):
+    class Watched(DiskFiles):
+        peak = 0
+        names = threading.Lock()
+
+        def write(self, fd, buffers):
+            super().write(fd, buffers)
+            with self.names:
+                self.peak = max(
+                    self.peak, len([path for path in tmp_path.rglob("*") if path.suffix in (".kvr", ".tmp") and path.is_file()])
+                )
+
+        def rename(self, source, target):
+            with self.names:
+                super().rename(source, target)
+
+        def unlink(self, path):
+            with self.names:
+                super().unlink(path)
+
+    files = Watched()
+    disk = await opened(tmp_path, clock, removed, files=files)
+    await asyncio.gather(*(disk.batched_put([make_chunk(i, tenant="mine")]) for i in range(30)))
+    assert 1 < files.peak <= QUOTA_SLOTS
+    disk.check_integrity()
+    assert disk.stats()["reserved_bytes"] == 0
+    await disk.close()
+
+
+async def test_a_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed, tmp_path):
+    await put(disk, *range(5), tenant="default")
+    await put(disk, *range(QUOTA_SLOTS), tenant="mine")
+    await disk.close()
+    removed.clear()
+    again = await opened(tmp_path, clock, removed, TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES})))
+    assert num_files(tmp_path / "mine") == 1
+    assert num_files(tmp_path / "default") == 5
+    again.check_integrity()
+    await again.close()
+
+
+async def test_damaged_files_do_not_count_for_a_tenant_nor_go_for_it(disk, tmp_path):
+    await put(disk, *range(QUOTA_SLOTS), tenant="mine")
+    [path] = [path for path in tmp_path.rglob("*.kvr") if make_payload(1) in path.read_bytes()]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert await get(disk, 1, tenant="mine") == [MissReason.CORRUPT]
+    await put(disk, "other", tenant="mine")
+    await put(disk, "another", tenant="mine")
+    assert sum(key.tenant == "mine" for key in disk.keys()) == QUOTA_SLOTS
+    assert disk.stats()["quarantined_files"] == 1

@@ -1,0 +1,199 @@
+"""The host-memory tier with a time to live and with quotas."""
+
+from __future__ import annotations
+
+import pytest
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk, MissReason
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
+from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+SLOT_BYTES = 1024
+NUM_SLOTS = 32
+TTL_S = 60.0
+QUOTA_SLOTS = 4
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def removed():
+    return []
+
+
+@pytest.fixture
+def hot(removed, clock):
+    quotas = TenantQuotas(QUOTA_SLOTS * SLOT_BYTES, {"default": NUM_SLOTS * SLOT_BYTES})
+    limits = TierLimits(TTL_S, quotas)
+    arena = ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS)
+    backend = LocalCPUBackend(arena, create_policy("lru"), removed.append, limits=limits, clock=clock)
+    yield backend
+    backend.check_integrity()
+    backend.clear_now()
+    assert arena.used_bytes == 0
+
+
+def put(hot: LocalCPUBackend, *names: object, is_kept: bool = True, **options: object) -> list[ChunkKey]:
+    chunks = [make_chunk(name, allocate=hot.allocate, **options) for name in names]
+    assert hot.put_many(chunks) == [is_kept] * len(chunks)
+    for chunk in chunks:
+        chunk.release()
+    return [chunk.key for chunk in chunks]
+
+
+def get(hot: LocalCPUBackend, key: ChunkKey) -> bytes | MissReason:
+    [chunk] = hot.get_many([key])
+    if chunk is None:
+        return hot.miss(key).reason
+    data = bytes(chunk.memory.byte_array)
+    chunk.release()
+    return data
+
+
+def test_a_chunk_is_served_for_its_time_and_then_a_miss_with_its_reason(hot, clock, removed):
+    [key] = put(hot, "a")
+    clock.now += TTL_S - 1
+    assert get(hot, key) == make_payload("a")
+    clock.now += 1
+    assert hot.contains_many([key]) == [False]
+    assert hot.keys() == []
+    assert removed == []
+    assert get(hot, key) is MissReason.EXPIRED
+    assert removed == [key]
+    assert hot.stats()["expired_chunks"] == 1
+    assert hot.stats()["evicted_chunks"] == hot.stats()["used_bytes"] == hot.stats()["arena_used_bytes"] == 0
+    assert hot.miss(make_key("never")).reason is MissReason.NEVER_STORED
+
+
+def test_reading_does_not_prolong_the_time(hot, clock):
+    [key] = put(hot, "a")
+    for _ in range(6):
+        assert get(hot, key) == make_payload("a")
+        clock.now += TTL_S / 6
+    assert get(hot, key) is MissReason.EXPIRED
+
+
+def test_an_expired_chunk_is_stored_anew(hot, clock, removed):
+    put(hot, "a")
+    clock.now += TTL_S
+    [key] = put(hot, "a")
+    assert removed == [key]
+    clock.now += TTL_S - 1
+    assert get(hot, key) == make_payload("a")
+
+
+def test_a_chunk_that_comes_from_another_tier_keeps_its_age(hot, clock):
+    made = make_chunk("a")
+    chunk = Chunk(made.key, made.header, made.head, made.memory, "LocalDiskBackend", clock.now - 50)
+    assert hot.put_many([chunk]) == [True]
+    clock.now += 9
+    assert get(hot, chunk.key) == make_payload("a")
+    clock.now += 1
+    assert get(hot, chunk.key) is MissReason.EXPIRED
+
+
+def test_a_reader_keeps_its_bytes_when_the_chunk_expires(hot, clock):
+    [key] = put(hot, "a")
+    [chunk] = hot.get_many([key])
+    clock.now += TTL_S
+    assert get(hot, key) is MissReason.EXPIRED
+    assert bytes(chunk.memory.byte_array) == make_payload("a")
+    assert hot.stats()["arena_used_bytes"] == SLOT_BYTES
+    chunk.release()
+
+
+def test_the_expired_go_before_any_other_when_there_is_no_room(hot, clock, removed):
+    old = put(hot, *range(3))
+    clock.now += TTL_S / 2
+    put(hot, *range(3, NUM_SLOTS))
+    for key in old:
+        get(hot, key)
+    clock.now += TTL_S / 2
+    taken = [hot.allocate(SLOT_BYTES) for _ in range(3)]
+    assert removed == old[::-1]
+    for memory in taken:
+        memory.ref_count_down()
+
+
+def test_the_expired_do_not_pile_up(hot, clock, removed):
+    put(hot, *range(NUM_SLOTS))
+    clock.now += TTL_S
+    hot.get_many([make_key("another")])
+    assert len(removed) == MAX_EXPIRED_PER_CALL
+    hot.get_many([make_key("another")])
+    assert len(removed) == NUM_SLOTS
+    assert hot.stats()["expired_chunks"] == NUM_SLOTS
+
+
+def test_a_tenant_over_its_quota_gives_up_its_own(hot, removed):
+    yours = put(hot, *range(3), tenant="yours")
+    mine = [put(hot, i, tenant="mine")[0] for i in range(QUOTA_SLOTS)]
+    get(hot, mine[0])
+    put(hot, "one more", tenant="mine")
+    assert removed == [mine[1]]
+    assert hot.miss(mine[1]).reason is MissReason.EVICTED
+    assert hot.contains_many(yours) == [True] * 3
+    assert sum(key.tenant == "mine" for key in hot.keys()) == QUOTA_SLOTS
+
+
+def test_what_is_not_kept_by_its_quota_is_counted_and_costs_nobody(hot, removed):
+    yours = put(hot, *range(3), tenant="yours")
+    mine = put(hot, *range(QUOTA_SLOTS), tenant="mine")
+    held = hot.get_many(mine)
+    put(hot, "one more", tenant="mine", is_kept=False)
+    assert hot.put_many([make_chunk("foreign", tenant="mine")]) == [False]
+    assert removed == []
+    assert hot.stats()["quota_refused_chunks"] == 2
+    for chunk in held:
+        chunk.release()
+    put(hot, "one more", tenant="mine")
+    assert len(removed) == 1
+    assert hot.contains_many(yours) == [True] * 3
+
+
+def test_a_chunk_above_the_quota_gives_up_nothing(hot, removed):
+    put(hot, "a", tenant="mine")
+    large = make_payload("large", (QUOTA_SLOTS + 1) * SLOT_BYTES)
+    put(hot, "large", tenant="mine", payload=large, is_kept=False)
+    assert hot.put_many([make_chunk("large", tenant="mine", payload=large)]) == [False]
+    assert removed == []
+
+
+def test_the_head_of_a_batch_that_exceeds_the_quota_is_kept(hot):
+    chunks = [make_chunk(i, tenant="mine") for i in range(QUOTA_SLOTS + 2)]
+    assert hot.put_many(chunks) == [True] * QUOTA_SLOTS + [False] * 2
+
+
+def test_a_lossless_chunk_in_the_place_of_a_lossy_one_needs_no_room_beside_it(hot, removed):
+    keys = put(hot, *range(QUOTA_SLOTS), tenant="mine", lossy=True)
+    put(hot, 0, tenant="mine", payload=make_payload("better"))
+    assert removed == []
+    assert get(hot, keys[0]) == make_payload("better")
+
+
+def test_a_full_tier_gives_up_the_coldest_whoever_has_it(hot, removed):
+    put(hot, "a", tenant="mine")
+    put(hot, *range(NUM_SLOTS - 1))
+    put(hot, "one more")
+    assert [key.tenant for key in removed] == ["mine"]
+
+
+def test_the_head_of_a_chain_outlives_its_tail(removed):
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * 8), create_policy(), removed.append)
+    chain = put(hot, *range(8))
+    for chunk in hot.get_many(chain):
+        chunk.release()
+    put(hot, "x", "y")
+    assert removed == [chain[7], chain[6]]
