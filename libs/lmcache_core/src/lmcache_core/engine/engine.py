@@ -17,7 +17,7 @@ from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.guard import DegradingGuard, Guard, RaisingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.engine.stores import create_chunk_store
-from lmcache_core.engine.transfer import HOT_TIER, KVTransfer
+from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
@@ -111,7 +111,7 @@ class LMCacheEngine:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
         """
         with self._guard("store"):
-            named = list(self._token_database.process_tokens(tokens, mask, spans))
+            named = self._named(tokens, mask, spans)
             known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
             if known < len(named):
                 start, _, key = named[known]
@@ -139,7 +139,7 @@ class LMCacheEngine:
         """
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         with self._guard("retrieve"):
-            named = list(self._token_database.process_tokens(tokens, mask, spans))
+            named = self._named(tokens, mask, spans)
             self.counters.add(REQUESTED_TOKENS_TOTAL, sum(end - start for start, end, _ in named))
             num_loaded = self._transfer.load(named, self._prefill.recompute_s(self.config.chunk_size), kwargs)
             if num_loaded:
@@ -164,7 +164,7 @@ class LMCacheEngine:
             raise ValueError(f"search_range names {unknown}; tiers are {', '.join(sorted(TIERS))}")
         num_tokens = 0
         with self._guard("lookup"):
-            named = list(self._token_database.process_tokens(tokens, None, spans))
+            named = self._named(tokens, None, spans)
             num_prefix = self._store.lookup([key for _, _, key in named], search_range)
             num_tokens = named[num_prefix - 1][1] if num_prefix else 0
         return num_tokens  # noqa: RET504 (the guard may have ended the block)
@@ -178,7 +178,7 @@ class LMCacheEngine:
             spans: As in `store`.
         """
         with self._guard("prefetch"):
-            self._store.prefetch([key for _, _, key in self._token_database.process_tokens(tokens, mask, spans)])
+            self._store.prefetch([key for _, _, key in self._named(tokens, mask, spans)])
 
     def note_prefill(self, num_tokens: int, elapsed_s: float) -> None:
         """Tell how long the serving engine took to compute so many tokens, where its integration knows exactly."""
@@ -187,3 +187,9 @@ class LMCacheEngine:
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the tiers, by name."""
         return self._store.stats()
+
+    def _named(self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]) -> list[NamedChunk]:
+        """The chunks of these tokens. A token database that knows no spans is not given any, as long as there are none."""
+        if spans:
+            return list(self._token_database.process_tokens(tokens, mask, spans))
+        return list(self._token_database.process_tokens(tokens, mask))
