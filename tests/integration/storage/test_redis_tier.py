@@ -15,7 +15,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.storage.remote.redis import BATCH_BYTES
+from lmcache_core.storage.remote.redis import AHEAD_BYTES
 from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
@@ -114,7 +114,7 @@ async def test_an_expiry_is_set_when_asked_for(server: RedisServer) -> None:
 
 
 async def test_more_than_a_batch_comes_whole(server: RedisServer) -> None:
-    num_bytes = BATCH_BYTES // 5
+    num_bytes = AHEAD_BYTES // 5
     arena = Arena(7 * (num_bytes + 4096))
     backend = create_remote_backend(server.url, timeout_s=30)
     assert all(await backend.batched_put([make_chunk(i, payload=bytes([i]) * num_bytes) for i in range(7)]))

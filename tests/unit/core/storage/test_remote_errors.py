@@ -18,6 +18,7 @@ from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 
+from tests.fixtures.redis_server import FakeRedis
 from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import Arena
 
@@ -64,42 +65,38 @@ async def test_redis(kind: type[Exception], call: str) -> None:
     class Pipeline:
         def execute_command(self, *command: object) -> None: ...
 
-        async def execute(self, raise_on_error: bool) -> list[object]:
+        async def execute(self) -> list[object]:
             raise instance(kind)
 
-    class Client:
+    class Client(FakeRedis):
         def pipeline(self, transaction: bool) -> Pipeline:
             return Pipeline()
 
         async def scan(self, *args: object, **options: object) -> None:
             raise instance(kind)
 
-    backend = RedisBackend(Client(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(UnavailableError):
-        await CALLS[call](backend, Arena())
+    client = Client([instance(kind), instance(kind)])
+    backend = RedisBackend(client, 1.0)  # type: ignore[arg-type]
+    if call == "put" and issubclass(kind, redis.exceptions.ResponseError):
+        assert await CALLS[call](backend, Arena()) == [False], "Redis refuses the value, and is well"
+    else:
+        with pytest.raises(UnavailableError):
+            await CALLS[call](backend, Arena())
     with pytest.raises(UnavailableError):
         await backend.clear()
+    client.check_released()
 
 
 @pytest.mark.parametrize("kind", exceptions_of(redis.exceptions, redis.exceptions.RedisError), ids=lambda kind: kind.__name__)
 async def test_a_value_that_redis_refuses_is_not_stored(kind: type[Exception]) -> None:
-    class Pipeline:
-        def execute_command(self, *command: object) -> None: ...
-
-        async def execute(self, raise_on_error: bool) -> list[object]:
-            assert not raise_on_error
-            return [True, instance(kind)]
-
-    class Client:
-        def pipeline(self, transaction: bool) -> Pipeline:
-            return Pipeline()
-
-    work = RedisBackend(Client(), 1.0).batched_put([make_chunk(1), make_chunk(2)])  # type: ignore[arg-type]
+    client = FakeRedis([b"OK", instance(kind)])
+    work = RedisBackend(client, 1.0).batched_put([make_chunk(1), make_chunk(2)])  # type: ignore[arg-type]
     if issubclass(kind, redis.exceptions.ResponseError):
         assert await work == [True, False]
     else:
         with pytest.raises(UnavailableError):
             await work
+    client.check_released()
 
 
 @pytest.mark.parametrize("call", CALLS)

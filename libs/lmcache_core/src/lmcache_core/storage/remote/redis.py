@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
@@ -19,10 +19,14 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
+from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
 from lmcache_core.storage.time_limit import caller_limit
 
 MAX_CONNECTIONS = 8
-BATCH_BYTES = 64 << 20
+AHEAD_BYTES = 64 << 20
+"""Answers that Redis may have to hold for one call of ours."""
+ASSUMED_RECORD_BYTES = 8 << 20
+"""Until the first record has been read."""
 BATCH_KEYS = 256
 DEFAULT_SENTINEL_PORT = 26379
 KEY_PREFIX = "lmc"
@@ -56,7 +60,9 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
 class RedisBackend(StorageBackend):
     """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that enters the process.
 
-    Memory is bounded: sizes are asked first, and at most `BATCH_BYTES` (or one value) are on their way at once.
+    A get or a put is one round trip, however many chunks: requests are sent without waiting for the answers before them. Redis is asked
+    for no more than about `AHEAD_BYTES` ahead of what has been read, by the size of the last record, and two values are in this process at
+    once.
 
     Args:
         client: Without response decoding; closed with this tier.
@@ -72,6 +78,7 @@ class RedisBackend(StorageBackend):
         self._sentinels = sentinels
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
+        self._record_bytes = ASSUMED_RECORD_BYTES
         self._figures = RemoteFigures()
 
     async def open(self) -> None:
@@ -93,10 +100,7 @@ class RedisBackend(StorageBackend):
         results: list[Result | None] = [None] * len(keys)
         try:
             async with self._mapped(), caller_limit(timeout_s) as limit:
-                sizes = [int(size) for size in await self._pipelined([("STRLEN", _name(key)) for key in keys])]
-                present = [i for i, size in enumerate(sizes) if size]
-                for batch in _batches(present, [sizes[i] for i in present]):
-                    await self._get_values(batch, keys, allocate, results)
+                await self._get(keys, allocate, results)
         except BaseException:
             release_all(results)
             raise
@@ -109,12 +113,14 @@ class RedisBackend(StorageBackend):
         """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory, read-only) is False."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
-        async with self._mapped():
-            for batch in _batches(range(len(chunks)), [chunk.num_bytes for chunk in chunks]):
-                records = [b"".join((chunks[i].head, chunks[i].memory.byte_array)) for i in batch]
-                commands = [("SET", _name(chunks[i].key), record, *expiry) for i, record in zip(batch, records, strict=True)]
-                for i, answer in zip(batch, await self._pipelined(commands, refusable=True), strict=True):
-                    stored[i] = not isinstance(answer, ResponseError)
+        requests = [encoded("SET", _name(chunk.key), (chunk.head, chunk.memory.byte_array), *expiry) for chunk in chunks]
+
+        async def note(i: int, answer: Any) -> None:
+            stored[i] = not isinstance(answer, ResponseError)
+
+        if requests:
+            async with self._mapped():
+                await exchange(self._client, requests, lambda: MAX_AHEAD, note)
         self._figures.stored_chunks += sum(stored)
         return stored
 
@@ -138,29 +144,32 @@ class RedisBackend(StorageBackend):
         """Figures of this client; how much Redis holds is Redis' to say."""
         return self._figures.as_stats()
 
-    async def _get_values(self, batch: Sequence[int], keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]) -> None:
+    async def _get(self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]) -> None:
         damaged = []
-        values: list[Any] = await self._client.mget([_name(keys[i]) for i in batch])
-        for i, value in zip(batch, values, strict=True):
+
+        async def take(i: int, value: Any) -> None:
+            if isinstance(value, ResponseError):
+                raise value
             if value is None:
-                continue
+                return
+            self._record_bytes = len(value)
             results[i] = result = await chunk_from_record(value, keys[i], allocate)
             if isinstance(result, Miss) and result.reason is not MissReason.NO_MEMORY and not _is_of_another_version(value):
                 damaged.append(_name(keys[i]))
+
+        if keys:
+            await exchange(self._client, [encoded("GET", _name(key)) for key in keys], lambda: AHEAD_BYTES // self._record_bytes, take)
         if damaged:
             await self._client.unlink(*damaged)
 
-    async def _pipelined(self, commands: Sequence[tuple[Any, ...]], refusable: bool = False) -> list[Any]:
-        """Answers to commands that travel together; with `refusable`, a `ResponseError` is an answer too."""
+    async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answers to commands that travel together."""
         answers: list[Any] = []
         for begin in range(0, len(commands), BATCH_KEYS):
             pipeline = self._client.pipeline(transaction=False)
             for command in commands[begin : begin + BATCH_KEYS]:
                 pipeline.execute_command(*command)
-            answers += await pipeline.execute(raise_on_error=not refusable)
-        for answer in answers:
-            if isinstance(answer, RedisError) and not isinstance(answer, ResponseError):
-                raise answer
+            answers += await pipeline.execute()
         return answers
 
     @asynccontextmanager
@@ -216,17 +225,3 @@ def _is_of_another_version(record: bytes) -> bool:
     except RecordError as exc:
         return exc.reason in (RecordReason.VERSION, RecordReason.EXTENSION)
     return False
-
-
-def _batches(places: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cut places into runs of at most `BATCH_BYTES`, and at least one place."""
-    batch: list[int] = []
-    num_bytes = 0
-    for place, size in zip(places, sizes, strict=True):
-        if batch and num_bytes + size > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(place)
-        num_bytes += size
-    if batch:
-        yield batch
