@@ -1,0 +1,242 @@
+"""Hit ratios of the eviction policies on two synthetic traces, beside the optimum. Simulated: no bytes move, nothing is timed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.storage.eviction import EvictionPolicy, create_policy
+
+CAPACITY_SHARES = (0.01, 0.05, 0.10, 0.25)
+CHUNK_BYTES = 1 << 20
+NEVER = 1 << 62
+
+Trace = list[list[ChunkKey]]
+"""Requests in the order in which they come, each the chain of chunks of its prompt."""
+
+
+@dataclass(frozen=True)
+class HitRatios:
+    """One row: how much of what was asked for was there.
+
+    Attributes:
+        trace: Name of the trace.
+        share: Capacity as a share of the footprint (all different chunks of the trace).
+        by_policy: Hit ratio of each policy: chunks that were hits among all chunks of all requests. A chunk counts as a hit only if all
+            chunks before it in its request do, since without them it is of no use.
+        optimal: Hit ratio of Belady's MIN, which knows the future, on the sequence of single chunks, whatever is missing before them.
+            No policy can reach more, whichever way hits are counted.
+    """
+
+    trace: str
+    share: float
+    by_policy: dict[str, float]
+    optimal: float
+
+
+class PublishedS3FIFO(EvictionPolicy):
+    """S3-FIFO as in Algorithm 1 of the paper: 10 % for the small queue, a two-bit count, promotion at its end if read more than once.
+
+    What ours is measured against.
+    """
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._main: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def fresh(self) -> PublishedS3FIFO:
+        return PublishedS3FIFO()
+
+    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
+        queue = self._small
+        if key in self._ghosts:
+            del self._ghosts[key]
+            queue = self._main
+        queue[key] = 0
+
+    def on_access(self, key: ChunkKey) -> None:
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(queue[key] + 1, 3)
+
+    def on_remove(self, key: ChunkKey) -> None:
+        if key in self._main:
+            del self._main[key]
+            return
+        del self._small[key]
+        self._ghosts[key] = None
+        while len(self._ghosts) > len(self):
+            self._ghosts.popitem(last=False)
+
+    def victims(self) -> Iterator[ChunkKey]:
+        while self:
+            if self._small and (10 * len(self._small) > len(self) or not self._main):
+                key, count = next(iter(self._small.items()))
+                if count > 1:
+                    del self._small[key]
+                    self._main[key] = 0
+                else:
+                    yield key
+            else:
+                key, count = next(iter(self._main.items()))
+                if count > 0:
+                    self._main[key] = count - 1
+                    self._main.move_to_end(key)
+                else:
+                    yield key
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "LRU": lambda: create_policy("lru"),
+    "S3-FIFO as published": PublishedS3FIFO,
+    "S3-FIFO (default)": lambda: create_policy("s3fifo"),
+}
+
+
+def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:
+    """Conversations: each turn asks for all that was said before and adds 1 to 4 chunks.
+
+    One in ten seconds begins (Poisson), with one of six system prompts of 8 chunks (Zipf). The number of turns is Pareto (1.1, at most 40):
+    half of them have one. The user thinks between turns for a log-normal time, 55 s in the median, sometimes an hour.
+    """
+    rng = random.Random(seed)
+    names = _names()
+    prompts = [list(itertools.islice(names, 8)) for _ in range(6)]
+    pick_prompt = _zipf(len(prompts), 1.0, rng)
+    turns: list[tuple[float, int, int, list[ChunkKey]]] = []
+    now = 0.0
+    for conversation in range(num_conversations):
+        now += rng.expovariate(0.1)
+        turns.append((now, conversation, min(40, int(rng.paretovariate(1.1))), prompts[pick_prompt()]))
+    heapq.heapify(turns)
+    trace = []
+    while turns:
+        now, conversation, num_turns, said = heapq.heappop(turns)
+        said = said + list(itertools.islice(names, rng.randint(1, 4)))
+        trace.append(said)
+        if num_turns > 1:
+            heapq.heappush(turns, (now + rng.lognormvariate(4.0, 1.2), conversation, num_turns - 1, said))
+    return trace
+
+
+def rag_trace(seed: int = 2, num_requests: int = 2000, num_documents: int = 1000) -> Trace:
+    """Questions to documents: a system prompt of 8 chunks, a document of 4 to 24 (Zipf, 0.9), and a question of 1 to 3, asked once.
+
+    Three in ten have a second document behind the first; its chunks are others than if it came first.
+    """
+    rng = random.Random(seed)
+    names = _names()
+    prompt = list(itertools.islice(names, 8))
+    pick_document = _zipf(num_documents, 0.9, rng)
+    sizes = [rng.randint(4, 24) for _ in range(num_documents)]
+    chains: dict[tuple[int, ...], list[ChunkKey]] = {}
+    trace = []
+    for _ in range(num_requests):
+        path = (pick_document(),)
+        asked = list(prompt)
+        for _ in range(2 if rng.random() < 0.3 else 1):
+            if path not in chains:
+                chains[path] = list(itertools.islice(names, sizes[path[-1]]))
+            asked += chains[path]
+            path = (*path, pick_document())
+        trace.append(asked + list(itertools.islice(names, rng.randint(1, 3))))
+    return trace
+
+
+def hit_ratio(trace: Trace, policy: EvictionPolicy, num_slots: int) -> float:
+    """Play a trace to a tier of so many chunks, in the order in which the host-memory tier reports to its policy.
+
+    Each request reads what is held of it (accesses are reported last chunk first), then stores the rest: room for all of it is made, head
+    first, and then it is inserted last chunk first.
+    """
+    held: set[ChunkKey] = set()
+    num_hits = num_asked = 0
+    for request in trace:
+        here = [key in held for key in request]
+        num_asked += len(request)
+        num_hits += here.index(False) if False in here else len(request)
+        for key in reversed(request):
+            if key in held:
+                policy.on_access(key)
+        missing = [key for key, is_here in zip(request, here, strict=True) if not is_here]
+        num_kept = min(len(missing), num_slots)
+        for key in itertools.islice(policy.victims(), max(0, len(held) + num_kept - num_slots)):
+            policy.on_remove(key)
+            held.remove(key)
+        for key in reversed(missing[:num_kept]):
+            policy.on_insert(key, CHUNK_BYTES)
+            held.add(key)
+    return num_hits / num_asked
+
+
+def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
+    """Belady's MIN: of what is held and what has just come, give up what is asked for last."""
+    asked = [key for request in trace for key in request]
+    next_use = [NEVER] * len(asked)
+    last: dict[ChunkKey, int] = {}
+    for at in range(len(asked) - 1, -1, -1):
+        next_use[at] = last.get(asked[at], NEVER)
+        last[asked[at]] = at
+    held: dict[ChunkKey, int] = {}
+    latest: list[tuple[int, int]] = []
+    num_hits = 0
+    for at, key in enumerate(asked):
+        num_hits += key in held
+        if next_use[at] == NEVER:
+            held.pop(key, None)
+            continue
+        held[key] = next_use[at]
+        heapq.heappush(latest, (-next_use[at], at))
+        while len(held) > num_slots:
+            when, since = heapq.heappop(latest)
+            if held.get(asked[since]) == -when:
+                del held[asked[since]]
+    return num_hits / len(asked)
+
+
+def measure() -> list[HitRatios]:
+    """Every policy on every trace at every capacity; the same figures every time."""
+    rows = []
+    for name, trace in (("multi-turn chat", chat_trace()), ("RAG", rag_trace())):
+        footprint = len({key for request in trace for key in request})
+        for share in CAPACITY_SHARES:
+            num_slots = int(share * footprint)
+            by_policy = {label: hit_ratio(trace, make(), num_slots) for label, make in POLICIES.items()}
+            rows.append(HitRatios(name, share, by_policy, optimal_hit_ratio(trace, num_slots)))
+    return rows
+
+
+def as_markdown(rows: Sequence[HitRatios]) -> str:
+    """A table of the rows."""
+    lines = [
+        f"| trace | capacity, share of all chunks | {' | '.join(POLICIES)} | optimal (Belady) |",
+        f"|---|---:|{'---:|' * (len(POLICIES) + 1)}",
+    ]
+    for row in rows:
+        figures = [f"{row.by_policy[label]:.1%}" for label in POLICIES]
+        lines.append(f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} | {row.optimal:.1%} |")
+    return "\n".join(lines)
+
+
+def _names() -> Iterator[ChunkKey]:
+    for i in itertools.count():
+        yield ChunkKey(DEFAULT_TENANT, CacheEngineKey("trace", "trace", 1, 0, f"{i:08x}"))
+
+
+def _zipf(num: int, exponent: float, rng: random.Random) -> Callable[[], int]:
+    """Draws 0 … num-1, the i-th with a weight of 1 / (i+1)^exponent."""
+    weights = list(itertools.accumulate((i + 1) ** -exponent for i in range(num)))
+    return lambda: bisect_left(weights, rng.random() * weights[-1])
+
+
+if __name__ == "__main__":
+    print(as_markdown(measure()))
