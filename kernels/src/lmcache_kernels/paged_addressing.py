@@ -19,8 +19,6 @@ MAX_GRID_Y_Z = 65535
 VECTOR_BYTES = 16
 """Widest load of one thread. Source: PTX ISA, "Vectors": 128 bits."""
 
-WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_addresses(  # type: ignore[no-untyped-def]
@@ -30,8 +28,6 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     num_tokens,
     ROW_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Addresses of this program's tile in the pages and in the chunk.
@@ -39,33 +35,35 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer), words `[j * TILE_WORDS, …)` of each row.
 
     Args:
-        table_ptr: int64 `[num page tensors, 4]` on the device, bytes: address and strides of block, token, head of each.
+        table_ptr: `Pages.table`, int64 `[num page tensors, 5]`.
         slots_ptr: int64 `[num_tokens]`.
         blob_ptr: The chunk, `[num page tensors, num_tokens, ROW_WORDS]` words.
         num_tokens: Tokens in the chunk.
         ROW_WORDS: Words of a token.
         RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
-        BLOCK_SIZE: Tokens in a block.
-        WORD: Integer type of a word.
-        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of, at least a word.
+        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of: 1, 2, 4, 8 or 16. A word has so many, but at most 8.
 
     Returns:
         `(page_ptrs, blob_ptrs, mask)`, each `[TILE_TOKENS, TILE_WORDS]`.
     """
-    WORD_BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
+    NARROW: tl.constexpr = tl.uint8 if ALIGNMENT_BYTES == 1 else tl.int16
+    WORD: tl.constexpr = NARROW if ALIGNMENT_BYTES < 4 else (tl.int32 if ALIGNMENT_BYTES == 4 else tl.int64)
+    WORD_BYTES: tl.constexpr = 8 if ALIGNMENT_BYTES > 8 else ALIGNMENT_BYTES
     ALIGNMENT_WORDS: tl.constexpr = ALIGNMENT_BYTES // WORD_BYTES
     page = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     columns = tl.program_id(2).to(tl.int64) * TILE_WORDS + tl.arange(0, TILE_WORDS)
-    base = tl.multiple_of(tl.load(table_ptr + page * 4).to(tl.pointer_type(WORD)), ALIGNMENT_BYTES)
-    block_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 1) // WORD_BYTES, ALIGNMENT_WORDS)
-    token_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 2) // WORD_BYTES, ALIGNMENT_WORDS)
+    entry = table_ptr + page * 5
+    base = tl.multiple_of(tl.load(entry).to(tl.pointer_type(WORD)), ALIGNMENT_BYTES)
+    block_stride = tl.multiple_of(tl.load(entry + 1) // WORD_BYTES, ALIGNMENT_WORDS)
+    token_stride = tl.multiple_of(tl.load(entry + 2) // WORD_BYTES, ALIGNMENT_WORDS)
+    block_size = tl.load(entry + 4)
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=0)
-    rows = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * token_stride
+    rows = (slots // block_size) * block_stride + (slots % block_size) * token_stride
     if RUN_WORDS == ROW_WORDS:
         places = columns
     else:
-        head_stride = tl.multiple_of(tl.load(table_ptr + page * 4 + 3) // WORD_BYTES, ALIGNMENT_WORDS)
+        head_stride = tl.multiple_of(tl.load(entry + 3) // WORD_BYTES, ALIGNMENT_WORDS)
         places = (columns // RUN_WORDS) * head_stride + columns % RUN_WORDS
     page_ptrs = base + rows[:, None] + places[None, :]
     blob_rows = (page * num_tokens + tokens) * ROW_WORDS
@@ -93,7 +91,5 @@ def launch_arguments(copy: PagedCopy) -> dict[str, Any]:
     return {
         "ROW_WORDS": copy.pages.row_bytes // copy.word_bytes,
         "RUN_WORDS": copy.pages.run_bytes // copy.word_bytes,
-        "BLOCK_SIZE": copy.pages.block_size,
-        "WORD": WORD_TYPES[copy.word_bytes],
         "ALIGNMENT_BYTES": math.gcd(VECTOR_BYTES, copy.alignment_bytes),
     }

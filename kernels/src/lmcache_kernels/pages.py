@@ -112,9 +112,12 @@ class Pages:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """For one launch over all tensors: int64 `[len(tensors), 4]` on their device, in bytes: address, strides of block, token, head."""
+        """For one launch over all tensors: int64 `[len(tensors), 5]` on their device.
+
+        Of each tensor its address, its strides from block to block, token to token and head to head (all in bytes), and the block size.
+        """
         size = self.dtype.itemsize
-        rows = [(page.data_ptr(), *(stride * size for stride in self._strides(page))) for page in self.tensors]
+        rows = [(page.data_ptr(), *(stride * size for stride in self._strides(page)), self.block_size) for page in self.tensors]
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     @cached_property

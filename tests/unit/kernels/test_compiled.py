@@ -10,23 +10,23 @@ import pytest
 
 PROGRAM = """
 import sys
-import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lmcache_kernels.paged_addressing import WORD_TYPES
 from lmcache_kernels.paged_gather.kernel import paged_gather_kernel
 from lmcache_kernels.paged_scatter.kernel import paged_scatter_kernel
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 arguments = {"table_ptr": "*i64", "slots_ptr": "*i64", "blob_ptr": "*u8"}
 for kernel in (paged_gather_kernel, paged_scatter_kernel):
-    for word in WORD_TYPES.values():
+    for alignment_bytes in (1, 2, 4, 8, 16):
         for num_tokens in ({"num_tokens": 1}, {}):
             for run_words in (250, 50):
-                fixed = {"ROW_WORDS": 250, "RUN_WORDS": run_words, "BLOCK_SIZE": 3, "WORD": word, "ALIGNMENT_BYTES": 16} | num_tokens
+                fixed = {"ROW_WORDS": 250, "RUN_WORDS": run_words, "ALIGNMENT_BYTES": alignment_bytes} | num_tokens
                 signature = arguments | {"num_tokens": "i32"} | dict.fromkeys(fixed, "constexpr")
-                assert "cubin" in compile(ASTSource(kernel, signature, fixed), target=target).asm
+                done = compile(ASTSource(kernel, signature, fixed), target=target).asm
+                assert "cubin" in done
+                assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
 """
 
 

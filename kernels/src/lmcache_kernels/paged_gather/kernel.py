@@ -18,14 +18,10 @@ def paged_gather_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     ROW_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Copy one tile. Arguments as in `paged_addressing.tile_addresses`."""
-    page_ptrs, blob_ptrs, mask = tile_addresses(
-        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, BLOCK_SIZE, WORD, ALIGNMENT_BYTES
-    )
+    page_ptrs, blob_ptrs, mask = tile_addresses(table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES)
     tl.store(blob_ptrs, tl.load(page_ptrs, mask=mask), mask=mask)
 
 

@@ -1,3 +1,5 @@
+"""What the connectors for paged memory have beyond their contract (`tests/contract/test_gpu_connectors.py`)."""
+
 from __future__ import annotations
 
 import subprocess
@@ -5,181 +7,59 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import GPUConnectorInterface, VLLMPagedMemGPUConnector
-from lmcache_core.memory import BytesBufferMemoryObj, HostMemoryAllocator, MemoryFormat, MemoryObjMetadata
+from lmcache_core.gpu_connectors import GPUConnectorInterface, LogicalMemory, Packing, VLLMPagedMemGPUConnector, VLLMPagedMemGPUConnectorV2
+from lmcache_core.testing.connector_suite import SLOTS, make_memory
+from lmcache_core.testing.kv_caches import make_kv_caches, one_group
 
-LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 3, 6, 4, 2, 5
-HIDDEN = HEADS * HEAD_SIZE
-SHAPE = (BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
-SEQUENCE = torch.tensor([-1, -1, -1, -1, 17, 3, 9, 23, 0, 11])
+HIDDEN, NUM_LAYERS = 15, 2
+LAYOUT = one_group(packing=Packing.KV_FIRST)
 
 
 @pytest.fixture
 def connector():
-    return VLLMPagedMemGPUConnector(HIDDEN, LAYERS)
-
-
-@pytest.fixture
-def allocator():
-    allocator = HostMemoryAllocator(1 << 16)
-    yield allocator
-    allocator.check_integrity()
-    assert allocator.used_bytes == 0
-
-
-def random_bytes(shape, dtype, seed):
-    random = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=random).view(dtype)
-
-
-def stacked(dtype=torch.bfloat16, seed=0):
-    return [random_bytes((2, *SHAPE), dtype, seed + i) for i in range(LAYERS)]
-
-
-def pairs(dtype=torch.bfloat16, seed=0):
-    return [(random_bytes(SHAPE, dtype, seed + i), random_bytes(SHAPE, dtype, seed + i + 100)) for i in range(LAYERS)]
-
-
-def interleaved(dtype=torch.bfloat16, seed=0):
-    """Pages as some engines hold them: `[num_blocks, 2, …]`, K and V of a block side by side."""
-    return [tuple(random_bytes((BLOCKS, 2, *SHAPE[1:]), dtype, seed + i).unbind(1)) for i in range(LAYERS)]
-
-
-def snapshot(caches):
-    return [side.contiguous().view(torch.uint8).clone() for layer in caches for side in layer if isinstance(side, torch.Tensor)]
-
-
-def same(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def row(caches, side, layer, slot):
-    return caches[layer][side][slot // BLOCK_SIZE, slot % BLOCK_SIZE].reshape(HIDDEN).view(torch.uint8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [stacked, pairs, interleaved])
-def test_what_leaves_the_pages_comes_back_into_others(connector, allocator, make, dtype):
-    source, target = make(dtype), make(dtype, seed=50)
-    with allocator.allocate(connector.get_shape(5), dtype, MemoryFormat.KV_BLOB) as memory:
-        connector.from_gpu(memory, 4, 9, kvcaches=source, slot_mapping=SEQUENCE)
-        for side in range(2):
-            for layer in range(LAYERS):
-                for token in range(5):
-                    wanted = row(source, side, layer, int(SEQUENCE[4 + token]))
-                    assert torch.equal(memory.tensor[side, layer, token].view(torch.uint8), wanted)
-        other = SEQUENCE.flip(0)
-        connector.to_gpu(memory, 0, 5, kvcaches=target, slot_mapping=other)
-    untouched = snapshot(make(dtype, seed=50))
-    for side in range(2):
-        for layer in range(LAYERS):
-            taken = {int(other[t]): int(SEQUENCE[4 + t]) for t in range(5)}
-            for slot in range(BLOCKS * BLOCK_SIZE):
-                before = untouched[layer * 2 + side][slot // BLOCK_SIZE, slot % BLOCK_SIZE].flatten()
-                wanted = row(source, side, layer, taken[slot]) if slot in taken else before
-                assert torch.equal(row(target, side, layer, slot), wanted)
-
-
-@settings(deadline=None, max_examples=40)
-@given(data=st.data())
-def test_any_part_of_a_sequence_goes_round(data):
-    slots = data.draw(st.lists(st.integers(0, BLOCKS * BLOCK_SIZE - 1), unique=True))
-    start = data.draw(st.integers(0, len(slots)))
-    end = data.draw(st.integers(start, len(slots)))
-    mapping = torch.tensor([-1] * start + slots[start:], dtype=torch.int64)
-    connector, allocator = VLLMPagedMemGPUConnector(HIDDEN, LAYERS), HostMemoryAllocator(1 << 16)
-    source, target = stacked(), stacked(seed=7)
-    with allocator.allocate(connector.get_shape(end - start), torch.bfloat16) as memory:
-        connector.from_gpu(memory, start, end, kvcaches=source, slot_mapping=mapping)
-        connector.to_gpu(memory, start, end, kvcaches=target, slot_mapping=mapping)
-    for slot in range(BLOCKS * BLOCK_SIZE):
-        wanted = source if slot in slots[start:end] else stacked(seed=7)
-        assert torch.equal(row(target, 1, 2, slot), row(wanted, 1, 2, slot))
+    return VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS)
 
 
 def test_the_shape_is_that_of_a_kv_blob(connector):
     assert isinstance(connector, GPUConnectorInterface)
-    assert connector.get_shape(256) == torch.Size((2, LAYERS, 256, HIDDEN))
+    assert connector.get_shape(256) == torch.Size((2, NUM_LAYERS, 256, HIDDEN))
 
 
 @pytest.mark.parametrize("missing", ["kvcaches", "slot_mapping"])
 @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-def test_a_missing_argument_is_named(connector, allocator, method, missing):
-    kwargs = {"kvcaches": stacked(), "slot_mapping": SEQUENCE}
-    with allocator.allocate(connector.get_shape(1), torch.bfloat16) as memory:
-        for absent in ({k: v for k, v in kwargs.items() if k != missing}, {**kwargs, missing: None}):
-            with pytest.raises(ValueError, match=missing):
-                getattr(connector, method)(memory, 4, 5, **absent)
+def test_a_missing_argument_is_named(connector, method, missing):
+    kwargs = {"kvcaches": make_kv_caches(LAYOUT, 1), "slot_mapping": torch.tensor(SLOTS)}
+    memory = make_memory(connector.get_shape(1), "bfloat16")
+    for absent in ({k: v for k, v in kwargs.items() if k != missing}, {**kwargs, missing: None}):
+        with pytest.raises(ValueError, match=missing):
+            getattr(connector, method)(memory, 4, 5, **absent)
 
 
-REFUSED = {
-    "overlap with the prefix": {"start": 3},
-    "only the prefix": {"start": 0, "end": 4},
-    "beyond the sequence": {"start": 6, "end": 11},
-    "negative start": {"start": -3, "end": 2},
-    "backwards": {"start": 6, "end": 5, "num_tokens": 0},
-    "too few layers": {"kvcaches": stacked()[:2]},
-    "three sides": {"kvcaches": [torch.zeros(3, *SHAPE, dtype=torch.bfloat16) for _ in range(LAYERS)]},
-    "hidden size of another model": {"kvcaches": [torch.zeros(2, *SHAPE[:3], 6, dtype=torch.bfloat16) for _ in range(LAYERS)]},
-    "pages without heads": {"kvcaches": [t.flatten(3) for t in stacked()]},
-    "pages of another dtype": {"kvcaches": stacked(torch.float16)},
-    "elements of a head apart": {"kvcaches": [t.repeat_interleave(2, -1)[..., ::2] for t in stacked()]},
-    "tokens that overlap": {"kvcaches": [t[:, :, :1].expand(-1, -1, BLOCK_SIZE, -1, -1) for t in stacked()]},
-    "a layer that is no tensor": {"kvcaches": [*stacked()[:2], ("K", "V")]},
-    "int32 slots": {"slot_mapping": SEQUENCE.int()},
-    "slots as a list": {"slot_mapping": SEQUENCE.tolist()},
-    "slots of two dimensions": {"slot_mapping": SEQUENCE[:, None]},
-    "slot behind the last": {"slot_mapping": torch.where(SEQUENCE == 3, BLOCKS * BLOCK_SIZE, SEQUENCE)},
-    "memory of another size": {"num_tokens": 4},
-    "memory in another format": {"fmt": MemoryFormat.BINARY},
-}
+def test_the_overlap_with_the_engines_prefix_is_explained(connector):
+    with pytest.raises(LayoutError, match="prefix"):
+        connector.from_gpu(
+            make_memory(connector.get_shape(2), "bfloat16"), 3, 5, kvcaches=make_kv_caches(LAYOUT, 1), slot_mapping=torch.tensor(SLOTS)
+        )
 
 
-@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
-@pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-def test_what_does_not_fit_is_refused_before_anything_is_written(connector, allocator, method, change):
-    case = {"start": 4, "end": 9, "kvcaches": stacked(), "slot_mapping": SEQUENCE, "fmt": MemoryFormat.KV_BLOB} | change
-    num_tokens = case.get("num_tokens", case["end"] - case["start"])
-    with allocator.allocate(connector.get_shape(num_tokens), torch.bfloat16, case["fmt"]) as memory:
-        memory.byte_array[:] = b"\xa5" * memory.get_size()
-        before = snapshot(case["kvcaches"])
-        with pytest.raises(ValueError):
-            getattr(connector, method)(memory, case["start"], case["end"], kvcaches=case["kvcaches"], slot_mapping=case["slot_mapping"])
-        assert bytes(memory.byte_array) == b"\xa5" * memory.get_size()
-    assert same(snapshot(case["kvcaches"]), before)
+def test_pages_interleaved_by_block_come_as_pairs_of_views(connector):
+    """As some engines hold them: `[num_blocks, 2, …]`, K and V of a block side by side."""
+    layout = one_group(packing=Packing.BLOCK_FIRST)
+    engine = make_kv_caches(layout, 1)
+    memory = make_memory(connector.get_shape(11), "bfloat16")
+    connector.from_gpu(memory, 4, 15, kvcaches=[tensor.unbind(1) for tensor in engine], slot_mapping=torch.tensor(SLOTS))
+    for token in range(11):
+        wanted = LogicalMemory(layout, engine).read(0, 1, SLOTS[4 + token])
+        assert torch.equal(memory.tensor[:, 1, token].view(torch.uint8), wanted.flatten(1).view(torch.uint8))
 
 
-def test_the_overlap_with_the_engines_prefix_is_explained(connector, allocator):
-    with allocator.allocate(connector.get_shape(2), torch.bfloat16) as memory, pytest.raises(LayoutError, match="prefix"):
-        connector.from_gpu(memory, 3, 5, kvcaches=stacked(), slot_mapping=SEQUENCE)
-
-
-def test_a_slot_named_twice_is_read_but_not_written(connector, allocator):
-    caches, twice = stacked(), torch.tensor([5, 5])
-    before = snapshot(caches)
-    with allocator.allocate(connector.get_shape(2), torch.bfloat16) as memory:
-        connector.from_gpu(memory, 0, 2, kvcaches=caches, slot_mapping=twice)
-        assert torch.equal(memory.tensor[0, 0, 0].view(torch.uint8), memory.tensor[0, 0, 1].view(torch.uint8))
-        memory.byte_array[:] = bytes(memory.get_size())
-        with pytest.raises(LayoutError, match="more than once"):
-            connector.to_gpu(memory, 0, 2, kvcaches=caches, slot_mapping=twice)
-    assert same(snapshot(caches), before)
-
-
-def test_read_only_memory_is_read_but_not_written(connector):
-    shape = tuple(connector.get_shape(2))
-    content = random_bytes(shape, torch.bfloat16, 3)
-    raw = bytes(content.view(torch.uint8).numpy().data)
-    memory = BytesBufferMemoryObj(raw, MemoryObjMetadata(shape, torch.bfloat16, 0, 0, 1, MemoryFormat.KV_BLOB))
-    caches = stacked()
-    with pytest.raises(LayoutError, match="read-only"):
-        connector.from_gpu(memory, 4, 6, kvcaches=caches, slot_mapping=SEQUENCE)
-    connector.to_gpu(memory, 4, 6, kvcaches=caches, slot_mapping=SEQUENCE)
-    assert torch.equal(row(caches, 1, 2, 17), content[1, 2, 0].view(torch.uint8))
+def test_k_and_v_that_are_the_same_memory_are_read_but_not_written(connector):
+    engine = [(k, k) for k, _ in make_kv_caches(one_group(), 1)]
+    memory = make_memory(connector.get_shape(2), "bfloat16")
+    connector.from_gpu(memory, 5, 7, kvcaches=engine, slot_mapping=torch.tensor(SLOTS))
+    with pytest.raises(LayoutError, match="same memory"):
+        connector.to_gpu(memory, 5, 7, kvcaches=engine, slot_mapping=torch.tensor(SLOTS))
 
 
 def test_the_package_imports_no_kernels_until_they_are_needed():
@@ -201,11 +81,15 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_pages_on_a_gpu_go_through_host_memory(connector, allocator):
-    source, target = ([t.cuda() for t in stacked(seed=s)] for s in (0, 50))
-    for mapping in (SEQUENCE, SEQUENCE.cuda()):
-        with allocator.allocate(connector.get_shape(6), torch.bfloat16) as memory:
-            connector.from_gpu(memory, 4, 10, kvcaches=source, slot_mapping=mapping)
-            connector.to_gpu(memory, 4, 10, kvcaches=target, slot_mapping=mapping)
-        for slot in SEQUENCE[4:].tolist():
-            assert torch.equal(row(target, 0, 1, slot), row(source, 0, 1, slot))
+@pytest.mark.parametrize("options", [{}, {"use_gpu": True, "chunk_size": 16, "device": "cuda"}])
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_pages_on_a_gpu_go_through_host_memory(options, is_on_device):
+    source, target = ([t.cuda() for t in make_kv_caches(LAYOUT, seed)] for seed in (1, 50))
+    slots = torch.tensor(SLOTS, device="cuda" if is_on_device else "cpu")
+    connector = VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS, **options)
+    memory = make_memory(connector.get_shape(11), "bfloat16")
+    connector.from_gpu(memory, 4, 15, kvcaches=source, slot_mapping=slots)
+    connector.to_gpu(memory, 4, 15, kvcaches=target, slot_mapping=slots)
+    for slot in SLOTS[4:]:
+        got, wanted = (LogicalMemory(LAYOUT, engine).read(0, 1, slot).view(torch.uint8) for engine in (target, source))
+        assert torch.equal(got, wanted)

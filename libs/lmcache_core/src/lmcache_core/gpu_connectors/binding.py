@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
     """
     wrong = LayoutError(f"{name} is {_described(layer)}; declared is {group.tensor_shape()} of {group.dtype}")
     if group.packing is Packing.SPLIT and group.sides == 2:
-        if isinstance(layer, torch.Tensor) or not isinstance(layer, Sequence) or len(layer) != 2:
+        if not isinstance(layer, (tuple, list)) or len(layer) != 2:
             raise wrong
         sides = tuple(layer)
     elif not isinstance(layer, torch.Tensor):
@@ -190,7 +190,8 @@ def _signature(kvcaches: Any) -> Signature:
     facts: list[Any] = []
     for name, layer in items:
         facts.append(name)
-        for tensor in (layer,) if isinstance(layer, torch.Tensor) else layer:
+        tensors = layer if isinstance(layer, (tuple, list)) else (layer,)
+        for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise LayoutError(f"kvcaches[{name!r}] holds {type(tensor).__name__}, not tensors")
             facts += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -200,7 +201,7 @@ def _signature(kvcaches: Any) -> Signature:
 def _described(layer: Any) -> str:
     if isinstance(layer, torch.Tensor):
         return f"{list(layer.shape)} of {_named(layer.dtype)}"
-    if isinstance(layer, Sequence) and all(isinstance(side, torch.Tensor) for side in layer):
+    if isinstance(layer, (tuple, list)):
         return "(" + ", ".join(_described(side) for side in layer) + ")"
     return type(layer).__name__
 

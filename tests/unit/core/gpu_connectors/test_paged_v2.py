@@ -1,0 +1,131 @@
+"""What `VLLMPagedMemGPUConnectorV2` has beyond the contract: its options, its staging buffer, and the binding that it keeps."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors import Packing, VLLMPagedMemGPUConnector, VLLMPagedMemGPUConnectorV2
+from lmcache_core.memory.base import MemoryFormat
+from lmcache_core.testing.connector_suite import SLOTS, make_memory
+from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
+
+HIDDEN, NUM_LAYERS = 15, 2
+LAYOUT = one_group(packing=Packing.KV_FIRST)
+STAGED = {"use_gpu": True, "chunk_size": 8, "dtype": torch.bfloat16, "device": "cpu"}
+
+
+def make_connector(**options):
+    return VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS, **options)
+
+
+def kwargs_for(engine):
+    return {"kvcaches": engine, "slot_mapping": torch.tensor(SLOTS)}
+
+
+def gathered(connector, engine, start=5, end=8):
+    memory = make_memory(connector.get_shape(end - start), "bfloat16")
+    connector.from_gpu(memory, start, end, **kwargs_for(engine))
+    return bytes(memory.byte_array)
+
+
+@pytest.mark.parametrize("fmt", MemoryFormat)
+def test_from_gpu_makes_a_kv_blob_of_memory_in_any_format(fmt):
+    memory = make_memory(make_connector().get_shape(3), "bfloat16", fmt)
+    make_connector().from_gpu(memory, 5, 8, **kwargs_for(make_kv_caches(LAYOUT, 1)))
+    assert memory.metadata.fmt is MemoryFormat.KV_BLOB
+
+
+def test_a_refused_from_gpu_leaves_the_format():
+    memory = make_memory(make_connector().get_shape(3), "bfloat16", MemoryFormat.UNDEFINED)
+    with pytest.raises(LayoutError):
+        make_connector().from_gpu(memory, 2, 5, **kwargs_for(make_kv_caches(LAYOUT, 1)))
+    assert memory.metadata.fmt is MemoryFormat.UNDEFINED
+
+
+@pytest.mark.parametrize("options", [{"chunksize": 8}, {"use_gpu": True, "chunk_size": 8, "buffer": 1, "devices": "cpu"}])
+def test_unknown_options_are_named(options):
+    with pytest.raises(TypeError, match=", ".join(sorted(set(options) - {"use_gpu", "chunk_size"}))):
+        make_connector(**options)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 0, -1, 2.5])
+def test_a_staging_buffer_needs_a_size(chunk_size):
+    with pytest.raises(ValueError, match="chunk_size"):
+        make_connector(use_gpu=True, chunk_size=chunk_size)
+
+
+def test_options_of_the_buffer_have_no_effect_without_it():
+    connector = make_connector(chunk_size=1, dtype=torch.float64, device="cuda:7")
+    assert gathered(connector, make_kv_caches(LAYOUT, 1))
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.float16}, {"device": "cuda"}, {"device": "meta"}])
+def test_pages_must_be_what_the_buffer_was_asked_for(other):
+    engine = make_kv_caches(LAYOUT, 1)
+    before = snapshot(engine)
+    with pytest.raises(LayoutError, match="the connector was made for"):
+        gathered(make_connector(**(STAGED | other)), engine)
+    assert same(snapshot(engine), before)
+
+
+def test_the_staging_buffer_is_one_and_as_large_as_asked_for(monkeypatch):
+    allocated = []
+    allocate = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: allocated.append(sizes) or allocate(*sizes, **options))
+    connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
+    for start, end in ((5, 8), (4, 12), (5, 8)):
+        assert gathered(connector, engine, start, end) == gathered(VLLMPagedMemGPUConnector(HIDDEN, NUM_LAYERS), engine, start, end)
+    assert allocated == [(LAYOUT.num_bytes(8),)]
+    assert gathered(connector, engine, 4, 15) == gathered(make_connector(), engine, 4, 15)
+    assert len(allocated) == 1
+
+
+def test_threads_do_not_disturb_each_other_in_the_buffer():
+    connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
+    wanted = {start: gathered(make_connector(), engine, start, start + 4) for start in range(4, 11)}
+    wrong = []
+
+    def work(start):
+        wrong.extend(start for _ in range(50) if gathered(connector, engine, start, start + 4) != wanted[start])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_same_tensors_are_bound_once():
+    connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
+    binding = connector.binding_of(engine)
+    assert connector.binding_of(list(engine)) is binding
+    assert connector.binding_of([t[:] for t in engine]) is binding
+    assert connector.binding_of(make_kv_caches(LAYOUT, 1)) is not binding
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda t: t.set_(torch.full_like(t, 3)), id="other memory"),
+        pytest.param(lambda t: t.set_(t.untyped_storage(), 0, t.shape, (*t.stride()[:2], 5, 20, 1)), id="other strides"),
+        pytest.param(lambda t: t.data.copy_(torch.full_like(t, 3)), id="other content"),
+    ],
+)
+def test_tensors_that_change_in_place_are_never_stale(change):
+    connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
+    before = gathered(connector, engine)
+    with torch.no_grad():
+        change(engine[1])
+    assert gathered(connector, engine) == gathered(make_connector(), engine) != before
+
+
+def test_a_refused_binding_is_not_remembered():
+    connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
+    for _ in range(2):
+        with pytest.raises(LayoutError):
+            connector.binding_of(engine[:1])
+    assert connector.binding_of(engine).pages[0].num_layers == NUM_LAYERS
