@@ -56,6 +56,7 @@ class KVTransfer:
     ) -> None:
         self._store = store
         self._gpu_connector = gpu_connector
+        self._describes = gpu_connector if isinstance(gpu_connector, DescribesTensors) else None
         self._dtype = metadata.kv_dtype_name
         self._counters = counters
         self._workers = workers
@@ -139,8 +140,8 @@ class KVTransfer:
         return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
 
     def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        if isinstance(self._gpu_connector, DescribesTensors):
-            return self._gpu_connector.tensor_specs(num_tokens)
+        if self._describes is not None:
+            return self._describes.tensor_specs(num_tokens)
         shape = tuple(self._gpu_connector.get_shape(num_tokens))
         return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
 
