@@ -143,6 +143,18 @@ def test_wrong_slots_of_the_last_group_leave_the_first_untouched():
     assert same(snapshot(engine), before)
 
 
+def test_opaque_blocks_move_whole():
+    engine = torch.randint(0, 256, (7, 2 * 4 * 96), dtype=torch.uint8)
+    wanted, blocks = engine[[5, 2]].clone(), torch.tensor([5, 2])
+    connector = PagedGPUConnector(one_group(num_layers=1, num_kv_heads=1, head_size=768, dtype="uint8", sides=1))
+    memory = make_memory(connector.get_shape(2), "uint8")
+    connector.from_gpu(memory, 0, 2, kvcaches=[engine.view(7, 1, 768)], slot_mapping=blocks)
+    engine.fill_(0)
+    connector.to_gpu(memory, 0, 2, kvcaches=[engine.view(7, 1, 768)], slot_mapping=blocks.flip(0))
+    assert torch.equal(engine[[2, 5]], wanted)
+    assert not engine[[0, 1, 3, 4, 6]].any()
+
+
 groups = st.builds(
     LayerGroup,
     name=st.just(""),

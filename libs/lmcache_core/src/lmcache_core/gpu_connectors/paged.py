@@ -187,8 +187,9 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
         pages = binding.pages[0]
         if self._dtype not in (None, pages.dtype):
             raise LayoutError(f"the pages are of {pages.dtype}; the connector was made for {self._dtype}")
-        if self._device is not None and (self._device.type, self._device.index or 0) != (pages.device.type, pages.device.index or 0):
-            raise LayoutError(f"the pages are on {pages.device}; the connector was made for {self._device}")
+        asked = self._device
+        if asked is not None and (asked.type != pages.device.type or asked.index not in (None, pages.device.index)):
+            raise LayoutError(f"the pages are on {pages.device}; the connector was made for {asked}")
         return binding
 
 
