@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from lmcache_core.storage.disk import LocalDiskBackend
     from lmcache_core.storage.hot import LocalCPUBackend
     from lmcache_core.storage.manager import StorageManager
+    from lmcache_core.storage.tensor_backend import LMCBackendInterface, StackTensorBackend
 
 _LAZY = MappingProxyType(
     {
+        "LMCBackendInterface": "lmcache_core.storage.tensor_backend",
         "LocalCPUBackend": "lmcache_core.storage.hot",
         "LocalDiskBackend": "lmcache_core.storage.disk",
+        "StackTensorBackend": "lmcache_core.storage.tensor_backend",
         "StorageManager": "lmcache_core.storage.manager",
     }
 )
@@ -25,11 +28,13 @@ _LAZY = MappingProxyType(
 __all__ = [
     "Allocate",
     "Chunk",
+    "LMCBackendInterface",
     "LocalCPUBackend",
     "LocalDiskBackend",
     "Miss",
     "MissReason",
     "Result",
+    "StackTensorBackend",
     "StorageBackend",
     "StorageManager",
 ]
