@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from lmcache_core.errors import ConfigError
+from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import load_settings, render_settings
 from lmcache_storage.settings import StorageSettings
 
@@ -22,6 +23,11 @@ def test_options_and_defaults() -> None:
         "disk_path": None,
         "disk_gb": 0.0,
         "disk_fsync": False,
+        "eviction_policy": "s3fifo",
+        "chunk_ttl_s": None,
+        "tenant_quota_gb": None,
+        "tenant_disk_quota_gb": None,
+        "tenant_quotas": {},
         "max_record_mb": 512,
         "max_connections": 256,
         "lookup_url": None,
@@ -58,6 +64,14 @@ def test_options_and_defaults() -> None:
         ({"ADVERTISE_URL": "http://storage:8080"}, "lm://host:port"),
         ({"ADVERTISE_URL": "lm://[::]:65432"}, "unspecified"),
         ({"TENANT": "../other"}, "tenant"),
+        ({"EVICTION_POLICY": "mru"}, "eviction_policy='mru'.*'s3fifo' or 'lru'"),
+        ({"CHUNK_TTL_S": "0"}, "chunk_ttl_s"),
+        ({"TENANT_QUOTA_GB": "-1"}, "tenant_quota_gb"),
+        ({"TENANT_DISK_QUOTA_GB": "5"}, "there is no disk"),
+        ({"TENANT_QUOTAS": "{team-a: {disk_gb: 5}}"}, "there is no disk"),
+        ({"TENANT_QUOTAS": "{team-a: {memory: 5}}"}, "tenant_quotas.team-a.memory"),
+        ({"TENANT_QUOTAS": "{team-a: {memory_gb: 0}}"}, "tenant_quotas.team-a.memory_gb"),
+        ({"TENANT_QUOTAS": "{../other: {memory_gb: 1}}"}, "tenant_quotas"),
         ({"MEMORY_GIG": "4"}, "LMCACHE_STORAGE_MEMORY_GIG"),
     ],
 )
@@ -72,8 +86,28 @@ def test_sizes_are_binary() -> None:
     assert settings.disk_path == Path("/data")
 
 
+def test_limits_name_what_each_tier_does_not_keep() -> None:
+    assert load().memory_limits == load(DISK_PATH="/data", DISK_GB="9").disk_limits == TierLimits()
+    settings = load(
+        DISK_PATH="/data",
+        DISK_GB="9",
+        CHUNK_TTL_S="60",
+        TENANT_QUOTA_GB="0.5",
+        TENANT_DISK_QUOTA_GB="2",
+        TENANT_QUOTAS="{team-a: {memory_gb: 1}, team-b: {disk_gb: 4}}",
+    )
+    assert settings.memory_limits == TierLimits(60, TenantQuotas(1 << 29, {"team-a": 1 << 30}))
+    assert settings.disk_limits == TierLimits(60, TenantQuotas(2 << 30, {"team-b": 4 << 30}))
+    assert load(TENANT_QUOTAS="{team-a: {memory_gb: 1}}").memory_limits.quotas == TenantQuotas(None, {"team-a": 1 << 30})
+
+
+def test_the_policies_are_those_there_are() -> None:
+    annotation = StorageSettings.model_fields["eviction_policy"].annotation
+    assert set(get_args(annotation)) == set(POLICIES)
+
+
 def test_the_settings_can_be_shown_and_read_again(tmp_path: Path) -> None:
-    settings = load(DISK_PATH="/data", DISK_GB="2", INSTANCE_ID="storage-0")
+    settings = load(DISK_PATH="/data", DISK_GB="2", INSTANCE_ID="storage-0", CHUNK_TTL_S="60", TENANT_QUOTAS="{team-a: {memory_gb: 0.5}}")
     path = tmp_path / "config.yaml"
     path.write_text(render_settings(settings))
     assert load_settings(StorageSettings, path, environ={}) == settings

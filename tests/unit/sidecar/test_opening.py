@@ -9,6 +9,7 @@ import httpx
 import pytest
 from lmcache_core.errors import CapacityError
 from lmcache_core.memory import SharedArena, create_shared_arena
+from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import lifespan as opening
 from lmcache_sidecar.app import create_app
@@ -84,3 +85,16 @@ async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatc
 def test_contradictions_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_settings(tmp_path, **options)
+
+
+async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> None:
+    options = {"disk_path": tmp_path / "disk", "disk_gb": 0.01, "eviction_policy": "lru", "tenant": "mine"}
+    quotas = {"tenant_quota_gb": 2048 / 2**30, "tenant_disk_quota_gb": 3 * 4096 / 2**30, "chunk_ttl_s": 3600}
+    app = create_app(make_settings(tmp_path, **options, **quotas))
+    async with opening.lifespan(app):
+        hot, disk = app.state.sidecar.local_tiers
+        for name in range(5):
+            assert await hot.batched_put([make_chunk(name, tenant="mine")]) == [True]
+            assert await disk.batched_put([make_chunk(name, tenant="mine")]) == [True]
+        assert hot.keys() == [make_key(name, "mine") for name in (3, 4)]
+        assert set(disk.keys()) == {make_key(name, "mine") for name in (2, 3, 4)}

@@ -91,11 +91,18 @@ class _Opening:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
         except OSError as exc:
             raise ConfigError(f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container more memory") from exc
-        hot = LocalCPUBackend(arena, create_policy(), self._announcer.removed_from(LocalCPUBackend.name))
+        policy = create_policy(settings.eviction_policy)
+        hot = LocalCPUBackend(arena, policy, self._announcer.removed_from(LocalCPUBackend.name), limits=settings.memory_limits)
         if settings.disk_path is None:
             return hot, None
-        removed = self._announcer.removed_from(LocalDiskBackend.name)
-        return hot, LocalDiskBackend(settings.disk_path, settings.disk_bytes, fsync=settings.disk_fsync, on_removed=removed)
+        return hot, LocalDiskBackend(
+            settings.disk_path,
+            settings.disk_bytes,
+            create_policy(settings.eviction_policy),
+            self._announcer.removed_from(LocalDiskBackend.name),
+            settings.disk_fsync,
+            limits=settings.disk_limits,
+        )
 
     async def _join_lookup(self, hot: LocalCPUBackend, disk: LocalDiskBackend | None) -> InstanceReporter | None:
         """Tell lookup what is held, in the background: it is not waited for."""

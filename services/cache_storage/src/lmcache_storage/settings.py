@@ -7,25 +7,22 @@ from pathlib import Path
 
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
-from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from lmcache_servicekit.settings import Port, is_loopback
+from lmcache_servicekit.tier_settings import BYTES_PER_GB, TierSettings
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-BYTES_PER_GB = 1 << 30
 BYTES_PER_MB = 1 << 20
 
 
-class StorageSettings(ServiceSettings):
-    """Options of the storage; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
+class StorageSettings(TierSettings):
+    """Options of the storage beside those of every tier; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
 
     Attributes:
         port: REST.
         lm_host: Where to serve lm://.
         lm_port: Port for lm://; 0 takes a free one.
         memory_gb: Host memory for chunks, taken at the start.
-        disk_path: Directory of the disk tier, or none. One process owns it.
-        disk_gb: Disk space for chunks.
-        disk_fsync: Wait for the disk at each chunk, so that a power failure costs none.
         max_record_mb: Largest record that is taken.
         max_connections: lm:// connections at once.
         lookup_url: The lookup service, which is told what this instance holds; or none.
@@ -45,9 +42,6 @@ class StorageSettings(ServiceSettings):
     lm_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     lm_port: Port = 65432
     memory_gb: float = Field(default=1.0, gt=0, le=65536)
-    disk_path: Path | None = None
-    disk_gb: float = Field(default=0.0, ge=0, le=1 << 20)
-    disk_fsync: bool = False
     max_record_mb: int = Field(default=512, ge=1, le=4096)
     max_connections: int = Field(default=256, ge=1, le=65536)
     lookup_url: str | None = None
@@ -64,11 +58,6 @@ class StorageSettings(ServiceSettings):
     def memory_bytes(self) -> int:
         """`memory_gb` in bytes."""
         return int(self.memory_gb * BYTES_PER_GB)
-
-    @property
-    def disk_bytes(self) -> int:
-        """`disk_gb` in bytes."""
-        return int(self.disk_gb * BYTES_PER_GB)
 
     @property
     def max_record_bytes(self) -> int:
@@ -89,8 +78,6 @@ class StorageSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> StorageSettings:
-        if (self.disk_path is None) != (self.disk_gb == 0):
-            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and not self.allow_anonymous:
             raise ValueError(
                 f"lm_host={self.lm_host!r} is reachable from other machines, but auth_tokens_file is not set: "

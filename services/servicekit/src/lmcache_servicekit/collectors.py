@@ -27,6 +27,8 @@ _GAUGES: Final = MappingProxyType(
 )
 _EVENTS: Final = (
     "evicted_chunks",
+    "expired_chunks",
+    "quota_refused_chunks",
     "failed_allocations",
     "corrupt_chunks",
     "missing_files",

@@ -34,12 +34,13 @@ from lmcache_core.wire import Authenticate, LmServer
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
+from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
-from lmcache_sidecar.settings import BYTES_PER_GB, SidecarSettings, default_arena_directory, default_run_directory
+from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
 
 logger = logging.getLogger(__name__)
@@ -139,14 +140,30 @@ class _Opening:
             await client.open()
             self._exits.push_async_callback(client.close)
 
+    def _make_local_tiers(self, arena: SharedArena) -> tuple[LocalCPUBackend, list[StorageBackend]]:
+        """Memory, and the disk if there is one."""
+        settings = self._settings
+        hot = LocalCPUBackend(
+            ArenaAllocator(arena.store_view),
+            create_policy(settings.eviction_policy),
+            self._announcer.removed_from(LocalCPUBackend.name),
+            limits=settings.memory_limits,
+        )
+        if settings.disk_path is None:
+            return hot, []
+        disk = LocalDiskBackend(
+            settings.disk_path,
+            settings.disk_bytes,
+            create_policy(settings.eviction_policy),
+            self._announcer.removed_from(LocalDiskBackend.name),
+            settings.disk_fsync,
+            limits=settings.disk_limits,
+        )
+        return hot, [disk]
+
     async def _open_tiers(self, arena: SharedArena) -> tuple[TierStack, tuple[StorageBackend, ...]]:
         settings = self._settings
-        hot = LocalCPUBackend(ArenaAllocator(arena.store_view), create_policy(), self._announcer.removed_from(LocalCPUBackend.name))
-        local: list[StorageBackend] = []
-        if settings.disk_path is not None:
-            removed = self._announcer.removed_from(LocalDiskBackend.name)
-            capacity = int(settings.disk_gb * BYTES_PER_GB)
-            local.append(LocalDiskBackend(settings.disk_path, capacity, fsync=settings.disk_fsync, on_removed=removed))
+        hot, local = self._make_local_tiers(arena)
         peers: list[StorageBackend] = []
         if self._lookup is not None and self._broker is not None:
             pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)

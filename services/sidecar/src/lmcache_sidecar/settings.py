@@ -9,11 +9,11 @@ from typing import Literal
 
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
-from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from lmcache_servicekit.settings import Port, is_loopback
+from lmcache_servicekit.tier_settings import TierSettings
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-BYTES_PER_GB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
 
 
@@ -28,8 +28,8 @@ def default_arena_directory() -> Path:
     return SHARED_MEMORY / f"lmcache-{os.getuid()}" if SHARED_MEMORY.is_dir() else default_run_directory() / "arena"
 
 
-class SidecarSettings(ServiceSettings):
-    """Options of the sidecar; sizes are in GB (2^30 bytes).
+class SidecarSettings(TierSettings):
+    """Options of the sidecar beside those of every tier; sizes are in GB (2^30 bytes).
 
     Attributes:
         port: REST for people and probes inside the pod.
@@ -37,9 +37,6 @@ class SidecarSettings(ServiceSettings):
         arena_path: Directory for the shared-memory file, on an in-memory volume that the serving container mounts too.
         arena_gb: Size of the shared memory.
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
-        disk_path: Directory of the disk tier, or none.
-        disk_gb: Disk space for chunks.
-        disk_fsync: Wait for the disk at each chunk.
         remote_url: Remote tier, for example `lm://cache-storage:65432`.
         lookup_url: The lookup service.
         broker_url: The broker.
@@ -66,9 +63,6 @@ class SidecarSettings(ServiceSettings):
     arena_path: Path = Field(default_factory=default_arena_directory)
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
-    disk_path: Path | None = None
-    disk_gb: float = Field(default=0.0, ge=0, le=1 << 20)
-    disk_fsync: bool = False
     remote_url: str | None = None
     lookup_url: str | None = None
     broker_url: str | None = None
@@ -101,8 +95,6 @@ class SidecarSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> SidecarSettings:
-        if (self.disk_path is None) != (self.disk_gb == 0):
-            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
         if (self.lookup_url is None) != (self.broker_url is None):
             raise ValueError("lookup_url and broker_url go together: peers are found through both; set both or none")
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:

@@ -53,7 +53,8 @@ class PolicySuite:
     @pytest.mark.parametrize("seed", range(5))
     def test_some_may_be_removed_and_others_declined(self, filled: EvictionPolicy, seed: int) -> None:
         rng = random.Random(seed)  # noqa: S311 (test data)
-        gone, declined = set(), set()
+        gone: set[ChunkKey] = set()
+        declined: set[ChunkKey] = set()
         for key in filled.victims():
             assert key not in gone | declined
             if rng.random() < 0.5:

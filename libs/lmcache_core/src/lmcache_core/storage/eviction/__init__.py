@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import MappingProxyType
+from typing import Final
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.eviction.base import EvictionPolicy
@@ -11,7 +12,7 @@ from lmcache_core.storage.eviction.expiry import Clock
 from lmcache_core.storage.eviction.ledger import Ledger, TierLimits
 from lmcache_core.storage.eviction.quota import TenantQuotas
 
-DEFAULT_POLICY = "s3fifo"
+DEFAULT_POLICY: Final = "s3fifo"
 POLICIES = MappingProxyType(
     {
         "s3fifo": ("lmcache_core.storage.eviction.s3fifo", "S3FIFOPolicy"),

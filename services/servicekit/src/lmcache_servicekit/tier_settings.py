@@ -1,0 +1,89 @@
+"""The settings of services that keep chunks: their disk tier, and what goes when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lmcache_core.security import validate_tenant
+from lmcache_core.storage.eviction import DEFAULT_POLICY, TenantQuotas, TierLimits
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from lmcache_servicekit.settings import ServiceSettings
+
+BYTES_PER_GB = 1 << 30
+MAX_GB = 1 << 20
+MAX_TTL_S = 10 * 365 * 86400
+
+QuotaGb = Annotated[float, Field(gt=0, le=MAX_GB)]
+
+
+class TenantQuotaSettings(BaseModel):
+    """What the chunks of one tenant may take, GB (2^30 bytes).
+
+    Attributes:
+        memory_gb: Of host memory; none: what `tenant_quota_gb` says.
+        disk_gb: Of the disk; none: what `tenant_disk_quota_gb` says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    memory_gb: QuotaGb | None = None
+    disk_gb: QuotaGb | None = None
+
+
+class TierSettings(ServiceSettings):
+    """Base of the settings of a service with a memory and a disk tier; sizes are in GB (2^30 bytes).
+
+    Attributes:
+        disk_path: Directory of the disk tier, or none. One process owns it.
+        disk_gb: Disk space for chunks.
+        disk_fsync: Wait for the disk at each chunk, so that a power failure costs none.
+        eviction_policy: Which chunks go first when a tier is full.
+        chunk_ttl_s: How long a chunk is served after it was stored here, seconds; none: for ever. A restart does not prolong it.
+        tenant_quota_gb: What the chunks of one tenant may take of host memory; none: as much as there is.
+        tenant_disk_quota_gb: The same for the disk.
+        tenant_quotas: Quotas of single tenants, by name, instead of these two.
+    """
+
+    disk_path: Path | None = None
+    disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
+    disk_fsync: bool = False
+    eviction_policy: Literal["s3fifo", "lru"] = DEFAULT_POLICY
+    chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
+    tenant_quota_gb: QuotaGb | None = None
+    tenant_disk_quota_gb: QuotaGb | None = None
+    tenant_quotas: dict[Annotated[str, AfterValidator(validate_tenant)], TenantQuotaSettings] = Field(default_factory=dict)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk_gb` in bytes."""
+        return int(self.disk_gb * BYTES_PER_GB)
+
+    @property
+    def memory_limits(self) -> TierLimits:
+        """What the memory tier does not keep although it has room."""
+        return self._limits(self.tenant_quota_gb, {tenant: quota.memory_gb for tenant, quota in self.tenant_quotas.items()})
+
+    @property
+    def disk_limits(self) -> TierLimits:
+        """What the disk tier does not keep although it has room."""
+        return self._limits(self.tenant_disk_quota_gb, {tenant: quota.disk_gb for tenant, quota in self.tenant_quotas.items()})
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> TierSettings:
+        if (self.disk_path is None) != (self.disk_gb == 0):
+            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
+        disk_quotas = [self.tenant_disk_quota_gb, *(quota.disk_gb for quota in self.tenant_quotas.values())]
+        if self.disk_path is None and any(disk_quotas):
+            raise ValueError(
+                "tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set disk_path or leave it out"
+            )
+        return self
+
+    def _limits(self, default_gb: float | None, by_tenant_gb: Mapping[str, float | None]) -> TierLimits:
+        by_tenant = {tenant: int(gb * BYTES_PER_GB) for tenant, gb in by_tenant_gb.items() if gb is not None}
+        if default_gb is None and not by_tenant:
+            return TierLimits(self.chunk_ttl_s)
+        return TierLimits(self.chunk_ttl_s, TenantQuotas(None if default_gb is None else int(default_gb * BYTES_PER_GB), by_tenant))

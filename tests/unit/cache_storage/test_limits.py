@@ -1,0 +1,62 @@
+"""A time to live and quotas, as options of the storage: they reach memory and disk."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+from lmcache_core.testing.chunks import make_key, make_record
+
+from tests.fixtures.storage_app import bearer, serving, write_tokens
+
+BLOCK_GB = 4096 / (1 << 30)
+
+
+def url(name: object) -> str:
+    return f"/v1/chunks/{make_key(name).key.to_url()}"
+
+
+async def put(client: httpx.AsyncClient, tenant: str, *names: object) -> None:
+    for name in names:
+        assert (await client.put(url(name), content=make_record(name), headers=bearer(tenant))).status_code == 201
+
+
+async def num_present(client: httpx.AsyncClient, tenant: str, num: int) -> int:
+    keys = [make_key(name).key.to_url() for name in range(num)]
+    return sum((await client.post("/v1/chunks:contains", json={"keys": keys}, headers=bearer(tenant))).json()["present"])
+
+
+async def test_a_tenant_has_its_quota_in_memory_and_on_disk(tmp_path: Path) -> None:
+    options = {
+        "auth_tokens_file": write_tokens(tmp_path / "tokens.yaml"),
+        "disk_path": tmp_path / "disk",
+        "disk_gb": 0.01,
+        "tenant_quota_gb": 0.5 * BLOCK_GB,
+        "tenant_disk_quota_gb": 4 * BLOCK_GB,
+        "tenant_quotas": {"rival": {"memory_gb": 1, "disk_gb": 1}},
+    }
+    async with serving(**options) as (client, parts):
+        await put(client, "rival", *range(10))
+        await put(client, "acme", *range(10))
+        assert await parts.stack.drain(5)
+        assert await num_present(client, "acme", 10) == 4
+        assert await num_present(client, "rival", 10) == 10
+        assert [parts.stack.hot.clear_now(tenant) for tenant in ("acme", "rival")] == [2, 10]
+
+
+async def test_a_chunk_ends_everywhere_and_the_reason_is_told(tmp_path: Path) -> None:
+    async with serving(disk_path=tmp_path / "disk", disk_gb=0.01, chunk_ttl_s=0.5) as (client, parts):
+        assert (await client.put(url("a"), content=make_record("a"))).status_code == 201
+        assert (await client.get(url("a"))).status_code == 200
+        assert await parts.stack.drain(5)
+        await asyncio.sleep(0.6)
+        answer = await client.get(url("a"))
+        assert answer.status_code == 404
+        assert "expired" in answer.text
+        async with asyncio.timeout(5):
+            while list((tmp_path / "disk").rglob("*.kvr")):
+                await asyncio.sleep(0.01)
+        events = {line for line in (await client.get("/metrics")).text.splitlines() if "expired_chunks" in line}
+        assert any('tier="Hot"' in line and line.endswith(" 1.0") for line in events)
+        assert any('tier="LocalDiskBackend"' in line and line.endswith(" 1.0") for line in events)
