@@ -31,13 +31,13 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.from_gpu`; needs `kvcaches`."""
         for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=True)):
-            chunk.view(engine.shape).copy_(engine, non_blocking=True)
+            chunk.copy_(engine, non_blocking=True)
         _finish(slices)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.to_gpu`; needs `kvcaches`."""
         for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=False)):
-            engine.copy_(chunk.view(engine.shape), non_blocking=True)
+            engine.copy_(chunk, non_blocking=True)
         _finish(slices)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -54,17 +54,26 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         layers = [tuple(pair) for pair in kwargs["kvcaches"]]
         if len(layers) != self.num_layers:
             raise LayoutError(f"kvcaches has {len(layers)} layers; the connector was made for {self.num_layers}")
+        shape, dtype = self._checked_sides(layers, end)
+        blob = checked_tensor(memory_obj, self.get_shape(end - start), dtype, is_filled)
+        keys, values = blob.view(2, self.num_layers, end - start, *shape[1:]).unbind(0)
+        chunks = zip(keys.unbind(0), values.unbind(0), strict=True)
+        return [(side[start:end], part) for pair, parts in zip(layers, chunks, strict=True) for side, part in zip(pair, parts, strict=True)]
+
+    def _checked_sides(self, layers: list[tuple[torch.Tensor, ...]], end: int) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of K and V, which all layers have in common."""
         for i, pair in enumerate(layers):
             if len(pair) != 2:
                 raise LayoutError(f"layer {i} of kvcaches has {len(pair)} tensors; expected the pair (K, V)")
+        first = layers[0][0]
+        shape, dtype = first.shape, first.dtype
+        if len(shape) < 2 or shape[0] < end or shape[1:].numel() != self.hidden_dim_size:
+            raise LayoutError(f"layer 0 of kvcaches is {tuple(shape)}; expected [>={end}, … {self.hidden_dim_size}]")
+        for i, pair in enumerate(layers):
             for side in pair:
-                if side.ndim < 2 or side.shape[0] < end or side.shape[1:].numel() != self.hidden_dim_size or side.dtype != pair[0].dtype:
-                    expected = f"[>={end}, … {self.hidden_dim_size}] of {pair[0].dtype}"
-                    raise LayoutError(f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}; expected {expected}")
-            if pair[0].dtype != layers[0][0].dtype:
-                raise LayoutError(f"layer {i} of kvcaches is of {pair[0].dtype}, layer 0 of {layers[0][0].dtype}")
-        blob = checked_tensor(memory_obj, self.get_shape(end - start), layers[0][0].dtype, is_filled)
-        return [(side[start:end], blob[s, i]) for i, pair in enumerate(layers) for s, side in enumerate(pair)]
+                if side.shape != shape or side.dtype != dtype:
+                    raise LayoutError(f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}, layer 0 {tuple(shape)} of {dtype}")
+        return shape, dtype
 
 
 def _finish(slices: Slices) -> None:
