@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 
 if TYPE_CHECKING:
@@ -93,6 +94,24 @@ def test_secret_files_are_mounted_where_the_settings_look(chart: Chart, tmp_path
         mounted = {item["path"] for source in volume["projected"]["sources"] for item in source["secret"]["items"]}
         named = {Path(value).name for name, value in settings.model_dump(mode="json").items() if name.endswith("_file") and value}
         assert mounted == named, service
+
+
+def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render(
+        {
+            "models": [
+                {"name": "tiny", "model": "example/tiny-llama", "sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}}}
+            ],
+            "storage.config.chunk_ttl_s": 2592000,
+            "storage.config.tenant_quota_gb": 0.5,
+            "storage.config.tenant_quotas": {"team-a": {"memory_gb": 1, "disk_gb": 10}},
+        }
+    )
+    storage, _ = settings_of(rendering, "storage", tmp_path)
+    assert storage.memory_limits == TierLimits(2592000, TenantQuotas(1 << 29, {"team-a": 1 << 30}))
+    assert storage.disk_limits == TierLimits(2592000, TenantQuotas(None, {"team-a": 10 << 30}))
+    sidecar, _ = settings_of(rendering, "sidecar", tmp_path)
+    assert (sidecar.eviction_policy, sidecar.memory_limits) == ("lru", TierLimits(60))
 
 
 def test_every_option_in_values_is_one(chart: Chart) -> None:

@@ -14,7 +14,7 @@ lm_port: {{ $ports.storageLm }}
 {{- include "lmcache.peerSettings" . }}
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache.storageDiskGb" . }}
-{{ omit $values.config "disk_gb" | toYaml }}
+{{ include "lmcache.setOptions" (omit $values.config "disk_gb") }}
 {{- end -}}
 
 {{/* What of the volume the disk tier may fill. Takes: root. */}}
@@ -62,10 +62,21 @@ socket_path: {{ include "lmcache.socketPath" . }}
 arena_path: /run/lmcache/arena
 {{- if $config.disk_gb }}
 disk_path: /var/lib/lmcache/chunks
-{{ toYaml $config }}
+{{ include "lmcache.setOptions" $config }}
 {{- else }}
-{{ omit $config "disk_gb" | toYaml }}
+{{ include "lmcache.setOptions" (omit $config "disk_gb") }}
 {{- end }}
+{{- end -}}
+
+{{/* Those options of a `config` that are not null, as YAML: versions of Helm differ in whether they keep a null. Takes: the map. */}}
+{{- define "lmcache.setOptions" -}}
+{{- $set := dict -}}
+{{- range $name, $value := . -}}
+{{- if not (kindIs "invalid" $value) -}}
+{{- $_ := set $set $name $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $set -}}
 {{- end -}}
 
 {{- define "lmcache.socketPath" -}}
