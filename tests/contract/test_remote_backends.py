@@ -6,15 +6,16 @@ import hashlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 import redis
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Chunk
+from lmcache_core.record import UNSEALED_DIGEST, Chunk
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite
-from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.rest import RestServer, rest_server
@@ -29,6 +30,15 @@ class RemoteSuite(ReadingBackendSuite):
         figures = backend.stats()
         assert figures["stored_chunks"] == 1
         assert figures["used_bytes"] <= figures["capacity_bytes"]
+
+    @pytest.mark.parametrize("num_bytes", [100, 2 << 20])
+    async def test_a_chunk_without_a_digest_gets_one_on_its_way(
+        self, backend: StorageBackend, under_test: BackendUnderTest, num_bytes: int
+    ) -> None:
+        whole = make_chunk("a", payload=make_payload("a", num_bytes))
+        bare = Chunk.unsealed(whole.key, msgspec.structs.replace(whole.header, digest=UNSEALED_DIGEST), whole.memory, "test")
+        assert await backend.batched_put([bare]) == [True]
+        assert under_test.raw_get(whole.key) == whole.head + make_payload("a", num_bytes)
 
     async def test_its_name_is_documented(self, backend: StorageBackend) -> None:
         assert backend.name == "RemoteBackend"

@@ -14,7 +14,7 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all, seal_all
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.time_limit import caller_limit
 
@@ -118,6 +118,7 @@ class HttpBackend(StorageBackend):
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`. One request a chunk, several at once."""
+        await seal_all(chunks)
         async with self._mapped() as client:
             puts = [asyncio.ensure_future(self._put(client, chunk)) for chunk in chunks]
             try:

@@ -10,7 +10,7 @@ from lmcache_core.errors import AuthenticationError, ConfigError, ProtocolError,
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, seal_all
 from lmcache_core.wire.client import DEFAULT_PORT, ClientOptions, LmClient
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class LmBackend(StorageBackend):
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`."""
+        await seal_all(chunks)
         stored = await _mapped(self._client.put(chunks))
         self._figures.stored_chunks += sum(stored)
         return stored

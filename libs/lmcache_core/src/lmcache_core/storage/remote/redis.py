@@ -18,7 +18,7 @@ from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all, seal_all
 from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
 from lmcache_core.storage.time_limit import caller_limit
 
@@ -113,6 +113,7 @@ class RedisBackend(StorageBackend):
         """See `StorageBackend.batched_put`. A value that Redis refuses (out of memory, read-only) is False."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
+        await seal_all(chunks)
         requests = [encoded("SET", _name(chunk.key), (chunk.head, chunk.memory.byte_array), *expiry) for chunk in chunks]
 
         async def note(i: int, answer: Any) -> None:
