@@ -64,10 +64,6 @@ class Lifts:
         finally:
             del self._removals[removal]
 
-    def is_being_removed(self, key: ChunkKey) -> bool:
-        """Whether a removal of that chunk is going on."""
-        return any(is_unwanted(key) for is_unwanted in self._removals.values())
-
     async def wait_for_others(self, keys: Sequence[ChunkKey], timeout_s: float) -> bool:
         """Wait until nobody is reading these chunks any more, at most `timeout_s` seconds.
 

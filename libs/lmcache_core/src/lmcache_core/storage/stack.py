@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Protocol
 
 from lmcache_core.errors import UnavailableError
@@ -149,20 +149,15 @@ class TierStack:
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed).
-
-        A chunk that is being removed at this moment counts as put just before that.
-        """
-        remaining = [chunk for chunk in chunks if not self._lifts.is_being_removed(chunk.key)]
-        kept = self.hot.put_many(remaining) if self._keep_hot else [True] * len(remaining)
-        for chunk, is_kept in zip(remaining, kept, strict=True):
+        """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed)."""
+        kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
+        for chunk, is_kept in zip(chunks, kept, strict=True):
             if is_kept:
                 if self._keep_hot:
                     self._written(chunk, self.hot.name)
                 for writer in self._writers.values():
                     writer.offer(chunk)
-        refused = {chunk.key for chunk, is_kept in zip(remaining, kept, strict=True) if not is_kept}
-        return [chunk.key not in refused for chunk in chunks]
+        return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None) -> int:
         """Forget chunks in the tiers named (all when None); how many were in the one that held most."""
@@ -176,8 +171,16 @@ class TierStack:
         self, is_unwanted: IsUnwanted, search_range: Sequence[str] | None, remove: Callable[[StorageBackend], Awaitable[int]]
     ) -> int:
         tiers = self._tiers_in(search_range)
-        with self._lifts.removing(is_unwanted) if self.hot in tiers else nullcontext():
-            await asyncio.gather(*(writer.forget(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
+        with ExitStack() as held:
+            for writer in self._writers.values():
+                held.enter_context(writer.holding_back(is_unwanted))
+            if self.hot in tiers:
+                held.enter_context(self._lifts.removing(is_unwanted))
+            # Chunks stay hot until what is on its way to a tier is there, or a reader would see them go and come back.
+            await asyncio.gather(*(writer.arrived(is_unwanted, DEFAULT_TIMEOUT_S) for writer in self._writers.values()))
+            for writer in self._writers.values():
+                writer.forget(is_unwanted)
+            # Without a wait since the line above: what is put from here on is put after the removal, and is written when that is over.
             counts = [await remove(tier) for tier in tiers]
         return max(counts, default=0)
 

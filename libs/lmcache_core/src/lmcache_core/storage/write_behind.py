@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.lifts import IsUnwanted
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class WriteBehind:
         self._pending: deque[Chunk] = deque()
         self._writing: list[Chunk] = []
         self._unwanted: set[ChunkKey] = set()
+        self._removals: dict[object, IsUnwanted] = {}
         self._written = asyncio.Event()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -64,22 +68,31 @@ class WriteBehind:
         self._wake.set()
         return True
 
-    async def forget(self, is_unwanted: Callable[[ChunkKey], bool], timeout_s: float) -> None:
-        """Write none of these chunks from here on: drop those that wait, and wait for those on their way to arrive.
+    @contextmanager
+    def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
+        """While inside, these chunks wait: they are being removed from the tier.
 
-        Whoever removes chunks from the tier calls this first, or a write that was pending brings them back. One that takes too long to
-        arrive is removed by the writer when it does.
-
-        Args:
-            is_unwanted: Which chunks.
-            timeout_s: Longest wait for a write that is on its way.
+        Whoever removes them waits for `arrived`, then calls `forget` and removes them from the tier, or a pending write brings them back.
         """
+        removal = object()
+        self._removals[removal] = is_unwanted
+        try:
+            yield
+        finally:
+            del self._removals[removal]
+            self._wake.set()
+
+    def forget(self, is_unwanted: IsUnwanted) -> None:
+        """Drop those of these chunks that wait."""
         pending, self._pending = self._pending, deque()
         for chunk in pending:
             if is_unwanted(chunk.key):
                 self._settle(chunk)
             else:
                 self._pending.append(chunk)
+
+    async def arrived(self, is_unwanted: IsUnwanted, timeout_s: float) -> None:
+        """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes longer is removed when it arrives."""
         try:
             async with asyncio.timeout(timeout_s):
                 while any(is_unwanted(chunk.key) for chunk in self._writing):
@@ -108,21 +121,30 @@ class WriteBehind:
 
     async def _write_forever(self) -> None:
         while True:
-            if not self._pending:
-                self._idle.set()
+            self._writing = self._next_batch()
+            if not self._writing:
+                if not self._pending:
+                    self._idle.set()
                 await self._wake.wait()
-            self._wake.clear()
-            while self._pending:
-                self._writing = [self._pending.popleft() for _ in range(min(BATCH_CHUNKS, len(self._pending)))]
-                self._written.clear()
-                try:
-                    await self._write(self._writing)
-                finally:
-                    batch, self._writing = self._writing, []
-                    self._unwanted.clear()
-                    self._written.set()
-                    for chunk in batch:
-                        self._settle(chunk)
+                self._wake.clear()
+                continue
+            self._written.clear()
+            try:
+                await self._write(self._writing)
+            finally:
+                batch, self._writing = self._writing, []
+                self._unwanted.clear()
+                self._written.set()
+                for chunk in batch:
+                    self._settle(chunk)
+
+    def _next_batch(self) -> list[Chunk]:
+        """The next chunks to write, which wait no more; those that are being removed from the tier stay."""
+        ready = (chunk for chunk in self._pending if not any(is_unwanted(chunk.key) for is_unwanted in self._removals.values()))
+        batch = list(islice(ready, BATCH_CHUNKS))
+        for chunk in batch:
+            self._pending.remove(chunk)
+        return batch
 
     async def _write(self, batch: list[Chunk]) -> None:
         kept = [False] * len(batch)
