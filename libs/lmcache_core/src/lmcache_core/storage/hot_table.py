@@ -74,6 +74,8 @@ class HotTable:
 
     def expire(self, limit: int, keys: Sequence[ChunkKey] = ()) -> list[ChunkKey]:
         """Forget chunks whose time is over: all of `keys`, and at most `limit` others. Those with readers too: nothing waits for them."""
+        if not self._ledger.has_ttl:
+            return []
         past = self._ledger.past(limit)
         past += [key for key in keys if key in self._chunks and not self._ledger.is_live(key)]
         gone = list(dict.fromkeys(past))

@@ -90,6 +90,11 @@ class Ledger:
         self._recent.add(key, MissReason.EXPIRED)
         self._num_expired += 1
 
+    @property
+    def has_ttl(self) -> bool:
+        """Whether chunks ever expire."""
+        return self._expiry is not None
+
     def is_live(self, key: ChunkKey) -> bool:
         """Whether a held chunk may still be served."""
         return self._expiry is None or not self._expiry.is_past(key)
