@@ -14,7 +14,7 @@ from tests.fixtures.redis_server import running_redis
 
 TIMEOUT_S = 120.0
 STORE_NOTE = "one copy of every byte into the socket; the digest of a chunk is computed before it is sent"
-RETRIEVE_NOTE = "redis-py's parser, which assembles each value from 64 KiB reads; our copy and digest run beside it"
+RETRIEVE_NOTE = "the three copies of every byte that asyncio's stream and redis-py's parser make; our copy and digest are a tenth of it"
 
 
 def redis_figures(rounds: int = ROUNDS) -> list[Figure]:

@@ -221,6 +221,19 @@ async def test_a_record_that_was_put_in_its_place_is_served_when_its_key_is_inse
     assert disk.stats()["used_bytes"] == 4096
 
 
+async def test_a_removed_file_that_stayed_is_charged_once_when_its_key_is_inserted_again(disk, files, monkeypatch):
+    def refuse(path):
+        raise OSError(30, "Read-only file system")
+
+    await disk.batched_put([make_chunk("a")])
+    monkeypatch.setattr(files, "unlink", refuse)
+    assert disk.remove(make_key("a"))
+    monkeypatch.undo()
+    assert disk.insert_key(make_key("a"))
+    assert disk.stats()["used_bytes"] == 4096
+    assert disk.stats()["quarantined_files"] == 0
+
+
 async def test_what_does_not_fit_is_not_inserted(tmp_path):
     disk = LocalDiskBackend(tmp_path, 4096)
     await disk.open()

@@ -169,6 +169,7 @@ class DiskStore:
                 return True
             if not self._index.reserve(entry.charge, key.tenant):
                 return False
+            self._quarantine.forget(path)
             self._index.commit(key, entry)
         return True
 
