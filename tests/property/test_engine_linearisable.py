@@ -23,7 +23,7 @@ from lmcache_core.record import Allocate, Chunk, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.wrappers.base import WrapperBackend
 
-from tests.fixtures.embedded import Embedded, embedded_engine
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import Prompt, kv_of, tokens_of, wanted_pieces
 from tests.fixtures.register_history import Action, History, Operation, num_explained
@@ -33,8 +33,6 @@ NUM_STEPS = 400
 MAX_CHUNKS = 3
 MAX_LINGER_S = 0.003
 ABSENT_REASONS = {MissReason.NEVER_STORED.value, MissReason.EVICTED.value}
-PATIENT = {"tier_timeout_s": 60.0, "prefill_tokens_per_s": 0.001}
-"""Nothing is a miss because it was late."""
 PLACES = {
     "hot": {"has_disk": False, "local_cpu": True},
     "hot and disk": {"has_disk": True, "local_cpu": True},

@@ -1,4 +1,4 @@
-"""The engine against a dict of prefixes, embedded and behind a sidecar: what it says it has it has, bit for bit, and nothing leaks.
+"""The engine against a dict of prefixes: what it says it has it has, bit for bit, and nothing leaks.
 
 The model is exact while nothing is evicted. With a small arena chunks may go at any time; then the engine may know less than the
 model, never more, and never anything else.
@@ -7,8 +7,9 @@ model, never more, and never anything else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,92 +19,106 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lmcache_core.engine import LMCacheEngine
-from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
-from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.token_database import ChunkedTokenDatabase
+from lmcache_core.storage.manager import MAX_PREFETCHES
 
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, KVCaches, assert_equal_prefix, empty_kv, make_config, make_metadata
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
+from tests.fixtures.prompts import CHUNK_BYTES, Prompt, kv_of, mask_of, tokens_of, wanted_pieces
 from tests.fixtures.sidecar import engine_at, running_socket
 
-CHUNK_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
-ROOMY, TIGHT = 256 * CHUNK_BYTES, 12 * CHUNK_BYTES
+ROOMY, TIGHT = 256, 12
+"""Chunks that host memory has room for."""
 MAX_CHUNKS = 4
-Prompt = tuple[int, ...]
-# Small numbers that each stand for a chunk of tokens, the last one maybe cut short. Few numbers make many shared prefixes.
 PROMPTS = st.tuples(
     st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS).map(tuple), st.sampled_from([CHUNK_SIZE, CHUNK_SIZE - 1, 1])
 )
 SKIPPED = st.sampled_from([0, 0, 1, 2, MAX_CHUNKS])
 
 
-def tokens_of(prompt: Prompt, last: int) -> torch.Tensor:
-    full = torch.cat([torch.arange(CHUNK_SIZE) + 1000 * number for number in prompt])
-    return full[: len(full) - CHUNK_SIZE + last]
+class Place:
+    """Where chunks are: an engine, the hot tier behind it, and what only whoever owns the tiers can do."""
+
+    engine: LMCacheEngine
+    hot: LocalCPUBackend
+
+    def settle(self) -> None:
+        """Wait for what goes on in the background."""
+
+    def remove(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Forget these chunks in every tier."""
+        self.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in keys])
 
 
-def kv_of(tokens: torch.Tensor) -> KVCaches:
-    """KV that depends on every token before it, as a model's does: chunk by chunk a number that no other prefix has."""
-    state, values = 0, []
-    for token in tokens.tolist():
-        state = (state * 1_000_003 + token + 1) % 16_777_213  # exact in float32
-        values.append(state)
-    base = torch.tensor(values, dtype=torch.float32)[:, None, None].expand(len(values), 2, HIDDEN // 2)
-    return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
+class EmbeddedPlace(Place):
+    """Tiers in this process."""
+
+    def __init__(self, cache: Embedded) -> None:
+        self.engine, self.hot = cache.engine, cache.hot
+        self._cache = cache
+
+    def settle(self) -> None:
+        until(lambda: self._cache.manager._prefetches._value == MAX_PREFETCHES, "a prefetch does not end")
+        self._cache.drain()
+
+    def remove(self, keys: Sequence[CacheEngineKey]) -> None:
+        self._cache.manager.evict(keys)
 
 
-def wanted_pieces(tokens: torch.Tensor, skipped: int) -> list[tuple[int, ...]]:
-    """The chunks of a prompt that are not skipped, each named by everything up to its end."""
-    ends = range(CHUNK_SIZE, len(tokens) + CHUNK_SIZE, CHUNK_SIZE)
-    return [tuple(tokens[: min(end, len(tokens))].tolist()) for end in ends][min(skipped, len(tokens) // CHUNK_SIZE) :]
+class SidecarPlace(Place):
+    """Tiers in a sidecar."""
 
+    def __init__(self, engine: LMCacheEngine, hot: LocalCPUBackend) -> None:
+        self.engine, self.hot = engine, hot
 
-def mask_of(tokens: torch.Tensor, skipped: int) -> torch.Tensor:
-    """The first chunks are not wanted; all of them, as far as they are whole, when more are skipped than there are."""
-    return torch.arange(len(tokens)) >= min(skipped, len(tokens) // CHUNK_SIZE) * CHUNK_SIZE
+    def settle(self) -> None:
+        self.engine.stats()  # answered by the same loop, when a lift is over
 
 
 @contextlib.contextmanager
-def embedded(num_bytes: int) -> Iterator[tuple[LMCacheEngine, LocalCPUBackend]]:
-    config, metadata = make_config(), make_metadata()
-    allocator = HostMemoryAllocator(num_bytes)
-    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    engine = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector)
-    engine.open()
-    yield engine, engine._store._hot  # type: ignore[attr-defined]
-    engine.close()
-    allocator.check_integrity()
-    assert allocator.used_bytes == 0
+def embedded(num_chunks: int, has_disk: bool = False) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory() as directory, embedded_engine(Path(directory) if has_disk else None, num_chunks, **PATIENT) as cache:
+        yield EmbeddedPlace(cache)
 
 
 @contextlib.contextmanager
-def behind_a_sidecar(num_bytes: int) -> Iterator[tuple[LMCacheEngine, LocalCPUBackend]]:
+def behind_a_sidecar(num_chunks: int) -> Iterator[Place]:
     with (
         tempfile.TemporaryDirectory() as directory,
-        running_socket(Path(directory), num_bytes) as running,
+        running_socket(Path(directory), num_chunks * CHUNK_BYTES) as running,
         engine_at(running.path, tier_timeout_s=10.0) as engine,
     ):
-        yield engine, running.hot
+        yield SidecarPlace(engine, running.hot)
+
+
+OPENED: dict[str, Callable[[int], contextlib.AbstractContextManager[Place]]] = {
+    "embedded": embedded,
+    "embedded with a disk": functools.partial(embedded, has_disk=True),
+    "sidecar": behind_a_sidecar,
+}
 
 
 class EngineModel(RuleBasedStateMachine):
     """Subclasses say where the chunks are."""
 
     place: ClassVar[str]
-    num_bytes: ClassVar[int]
+    num_chunks: ClassVar[int]
+    max_examples: ClassVar[int] = 50
 
     def __init_subclass__(cls) -> None:
         cls.TestCase.settings = settings(
-            max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=cls.max_examples, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         )
 
     @initialize()
     def begin(self) -> None:
         self.exits = contextlib.ExitStack()
-        opened = embedded(self.num_bytes) if self.place == "embedded" else behind_a_sidecar(self.num_bytes)
-        self.engine, self.hot = self.exits.enter_context(opened)
+        self.opened = self.exits.enter_context(OPENED[self.place](self.num_chunks))
+        self.engine, self.hot = self.opened.engine, self.opened.hot
+        self.has_disk = "disk" in self.place
         self.stored: set[tuple[int, ...]] = set()
-        self.is_exact = self.num_bytes == ROOMY
+        self.is_exact = self.num_chunks == ROOMY
 
     @rule(prompt=PROMPTS, skipped=SKIPPED)
     def store(self, prompt: tuple[Prompt, int], skipped: int) -> None:
@@ -134,27 +149,46 @@ class EngineModel(RuleBasedStateMachine):
     def lookup(self, prompt: tuple[Prompt, int]) -> None:
         tokens = tokens_of(*prompt)
         self.compare(self.engine.lookup(tokens), self.known(tokens, 0))
-        assert self.engine.lookup(tokens, ["LocalDiskBackend"]) == self.engine.lookup(tokens, []) == 0
+        assert self.engine.lookup(tokens, []) == 0
+        if self.has_disk:
+            self.opened.settle()
+            self.compare(self.engine.lookup(tokens, ["LocalDiskBackend"]), self.known(tokens, 0))
+        else:
+            assert self.engine.lookup(tokens, ["LocalDiskBackend"]) == 0
 
     @rule(prompt=PROMPTS)
-    @precondition(lambda self: self.place == "sidecar")
     def prefetch(self, prompt: tuple[Prompt, int]) -> None:
-        self.engine.prefetch(tokens_of(*prompt))
-        self.engine.stats()  # answered by the same loop, when the lift is over
+        tokens = tokens_of(*prompt)
+        self.engine.prefetch(tokens)
+        self.opened.settle()
+        self.compare(self.engine.lookup(tokens, ["Hot"]), self.known(tokens, 0))
+
+    @rule(prompt=PROMPTS, num=st.integers(1, MAX_CHUNKS))
+    def remove(self, prompt: tuple[Prompt, int], num: int) -> None:
+        """The last chunks of a prompt; prompts that share them lose them too."""
+        tokens = tokens_of(*prompt)
+        self.opened.remove([key for _, _, key in self.engine._token_database.process_tokens(tokens)][-num:])
+        self.stored.difference_update(wanted_pieces(tokens)[-num:])
+        pieces = wanted_pieces(tokens)
+        assert self.engine.lookup(tokens) <= (len(pieces[-num - 1]) if len(pieces) > num else 0)
 
     @rule(share=st.sampled_from([0.1, 0.5, 1.0]))
     @precondition(lambda self: bool(self.stored))
-    def evict(self, share: float) -> None:
+    def evict_from_memory(self, share: float) -> None:
+        self.opened.settle()
         self.hot.evict_bytes(int(self.hot.stats()["used_bytes"] * share))
+        if self.has_disk:
+            return
         self.is_exact = False
         if share == 1.0:
             assert self.hot.keys() == []
             self.stored.clear()
-            self.is_exact = self.num_bytes == ROOMY
+            self.is_exact = self.num_chunks == ROOMY
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "hot"):
+            self.opened.settle()
             self.hot.check_integrity()
             figures = self.hot.stats()
             assert figures["arena_used_bytes"] == figures["used_bytes"], "something is reserved or held that nobody needs any more"
@@ -177,20 +211,25 @@ class EngineModel(RuleBasedStateMachine):
 
 
 class _EmbeddedAndRoomy(EngineModel):
-    place, num_bytes = "embedded", ROOMY
+    place, num_chunks = "embedded", ROOMY
 
 
 class _EmbeddedAndTight(EngineModel):
-    place, num_bytes = "embedded", TIGHT
+    place, num_chunks = "embedded", TIGHT
+
+
+class _EmbeddedWithDisk(EngineModel):
+    place, num_chunks, max_examples = "embedded with a disk", ROOMY, 30
 
 
 class _SidecarAndRoomy(EngineModel):
-    place, num_bytes = "sidecar", ROOMY
+    place, num_chunks = "sidecar", ROOMY
 
 
 class _SidecarAndTight(EngineModel):
-    place, num_bytes = "sidecar", TIGHT
+    place, num_chunks = "sidecar", TIGHT
 
 
 TestEmbeddedAndRoomy, TestEmbeddedAndTight = _EmbeddedAndRoomy.TestCase, _EmbeddedAndTight.TestCase
+TestEmbeddedWithDisk = _EmbeddedWithDisk.TestCase
 TestSidecarAndRoomy, TestSidecarAndTight = _SidecarAndRoomy.TestCase, _SidecarAndTight.TestCase

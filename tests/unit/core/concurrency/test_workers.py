@@ -1,0 +1,123 @@
+"""Threads for digests: used while they are there, done without when they are not, and nothing is ever lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from lmcache_core.concurrency import Workers
+from lmcache_core.concurrency.workers import MAX_THREADS
+
+NUM_SUBMITTERS = 4
+NUM_TURNS = 30
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers("test-worker", 2)
+    made.open()
+    yield made
+    made.close()
+
+
+def thread_name() -> str:
+    return threading.current_thread().name
+
+
+def fail() -> None:
+    raise LookupError("as told")
+
+
+def test_work_runs_in_threads_of_that_name_while_open(workers: Workers) -> None:
+    assert workers.submit(thread_name).result().startswith("test-worker")
+
+
+def test_work_runs_side_by_side(workers: Workers) -> None:
+    meeting = threading.Barrier(2)
+    both = [workers.submit(meeting.wait, 5.0) for _ in range(2)]
+    assert sorted(future.result() for future in both) == [0, 1]
+
+
+@pytest.mark.parametrize("was_open", [True, False])
+def test_work_runs_in_the_callers_thread_when_not_open(was_open: bool) -> None:
+    workers = Workers("test-worker")
+    if was_open:
+        workers.open()
+        workers.close()
+    assert workers.submit(thread_name).result() == thread_name()
+
+
+def test_what_work_raises_comes_with_the_future_or_at_once(workers: Workers) -> None:
+    future = workers.submit(fail)
+    with pytest.raises(LookupError, match="as told"):
+        future.result()
+    workers.close()
+    with pytest.raises(LookupError, match="as told"):
+        workers.submit(fail)
+
+
+def test_arguments_are_passed_on(workers: Workers) -> None:
+    assert workers.submit(divmod, 17, 5).result() == (3, 2)
+    assert workers.submit(sorted, [1, 3, 2], reverse=True).result() == [3, 2, 1]
+
+
+def test_close_waits_for_what_runs_and_may_be_called_again(workers: Workers) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return may_end.wait(5.0)
+
+    future = workers.submit(work)
+    begun.wait(5.0)
+    threading.Timer(0.05, may_end.set).start()
+    workers.close()
+    assert future.done()
+    assert future.result()
+    workers.close()
+
+
+def test_threads_are_joined() -> None:
+    before = threading.active_count()
+    workers = Workers("test-worker", 3)
+    workers.open()
+    wait_for = [workers.submit(threading.Event().wait, 0.01) for _ in range(3)]
+    for future in wait_for:
+        future.result()
+    assert threading.active_count() > before
+    workers.close()
+    assert threading.active_count() == before
+
+
+def test_the_number_of_threads_is_bounded() -> None:
+    workers = Workers("test-worker")
+    workers.open()
+    try:
+        names = {future.result() for future in [workers.submit(thread_name) for _ in range(50 * MAX_THREADS)]}
+        assert 1 <= len(names) <= MAX_THREADS
+    finally:
+        workers.close()
+
+
+def test_close_between_submits_loses_nothing() -> None:
+    """Whoever submits while another thread closes gets a result all the same."""
+    for _ in range(NUM_TURNS):
+        workers = Workers("test-worker", 2)
+        workers.open()
+        results: list[Future[int]] = []
+        start = threading.Barrier(NUM_SUBMITTERS + 1)
+
+        def submit(workers: Workers = workers, results: list[Future[int]] = results, start: threading.Barrier = start) -> None:
+            start.wait()
+            results.extend(workers.submit(abs, -number) for number in range(20))
+
+        threads = [threading.Thread(target=submit) for _ in range(NUM_SUBMITTERS)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        workers.close()
+        for thread in threads:
+            thread.join()
+        assert sorted(future.result(5.0) for future in results) == sorted(list(range(20)) * NUM_SUBMITTERS)

@@ -1,0 +1,121 @@
+"""Which chunks from host memory are checked, and what the check says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from lmcache_core.concurrency import Workers
+from lmcache_core.errors import ConfigError
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.record import Chunk, HotVerifier
+from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
+from lmcache_core.testing.chunks import make_chunk, make_payload
+
+
+@pytest.fixture(params=["threads", "no threads"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    made = Workers("test-worker", 2)
+    if request.param == "threads":
+        made.open()
+    yield made
+    made.close()
+
+
+class Watched(BytesBufferMemoryObj):
+    """Memory that counts who looks at it, and may keep them waiting."""
+
+    def __init__(self, data: bytes, gate: threading.Event | None = None) -> None:
+        super().__init__(data)
+        self.num_looks = 0
+        self.gate = gate
+
+    @property
+    def byte_array(self) -> memoryview:
+        self.num_looks += 1
+        if self.gate is not None:
+            assert self.gate.wait(5.0)
+        return super().byte_array
+
+
+def chunk_in(name: object, memory: BytesBufferMemoryObj) -> Chunk:
+    made = make_chunk(name)
+    return Chunk(made.key, made.header, made.head, memory, "Hot")
+
+
+def damaged(name: object) -> Chunk:
+    data = bytearray(make_payload(name))
+    data[len(data) // 2] ^= 1
+    return chunk_in(name, BytesBufferMemoryObj(bytes(data)))
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3, 7])
+def test_always_finds_the_first_that_is_damaged(workers: Workers, bad: int | None) -> None:
+    chunks = [damaged(i) if bad is not None and i >= bad else make_chunk(i) for i in range(8)]
+    assert HotVerifier("always").num_intact(chunks, workers) == (8 if bad is None else bad)
+
+
+def test_chunks_behind_a_damaged_one_are_not_counted(workers: Workers) -> None:
+    chunks = [make_chunk(0), damaged(1), make_chunk(2)]
+    assert HotVerifier("always").num_intact(chunks, workers) == 1
+
+
+def test_nothing_is_intact(workers: Workers) -> None:
+    for mode in ("always", "sampled", "never"):
+        assert HotVerifier(mode).num_intact([], workers) == 0
+
+
+def test_never_looks_at_nothing(workers: Workers) -> None:
+    memory = Watched(make_payload(0))
+    verifier = HotVerifier("never")
+    assert not verifier.needs_digests
+    assert verifier.num_intact([chunk_in(0, memory), damaged(1)], workers) == 2
+    assert memory.num_looks == 0
+
+
+def test_a_chunk_of_which_only_the_digest_is_to_come_is_not_sealed_for_nothing(workers: Workers) -> None:
+    made = make_chunk(0)
+    chunk = Chunk.unsealed(made.key, made.header, made.memory, "Hot")
+    assert HotVerifier("never").num_intact([chunk], workers) == 1
+    assert not chunk.is_sealed
+
+
+def test_sampled_checks_one_in_so_many_across_calls(workers: Workers) -> None:
+    verifier = HotVerifier("sampled")
+    assert verifier.needs_digests
+    memories = [Watched(make_payload(i)) for i in range(5 * SAMPLE_INTERVAL)]
+    chunks = [chunk_in(i, memory) for i, memory in enumerate(memories)]
+    assert sum(verifier.num_intact(chunks[at : at + 10], workers) for at in range(0, len(chunks), 10)) == len(chunks)
+    assert [i for i, memory in enumerate(memories) if memory.num_looks] == list(range(0, len(chunks), SAMPLE_INTERVAL))
+
+
+def test_sampled_finds_damage_sooner_or_later(workers: Workers) -> None:
+    verifier, chunk = HotVerifier("sampled"), damaged(0)
+    verdicts = [verifier.num_intact([make_chunk(1), chunk], workers) for _ in range(SAMPLE_INTERVAL)]
+    assert set(verdicts) == {2}, "every second chunk is the damaged one, and each sixteenth is the other"
+    assert verifier.num_intact([chunk], workers) == 0
+
+
+def test_all_checks_have_ended_when_the_verdict_is_there() -> None:
+    """The caller gives the memory back at once."""
+    workers = Workers("test-worker", 2)
+    workers.open()
+    gate = threading.Event()
+    slow = Watched(make_payload(1), gate)
+    verdicts: list[int] = []
+    asking = threading.Thread(target=lambda: verdicts.append(HotVerifier("always").num_intact([damaged(0), chunk_in(1, slow)], workers)))
+    asking.start()
+    asking.join(0.1)
+    assert asking.is_alive(), "the first is damaged, but the second is still being read"
+    gate.set()
+    asking.join(5.0)
+    assert verdicts == [0]
+    workers.close()
+
+
+def test_an_unknown_mode_is_refused_unless_a_sidecar_says_it() -> None:
+    with pytest.raises(ConfigError, match="verify_hot='often'"):
+        HotVerifier("often")
+    assert HotVerifier.lenient("often").mode == "always"
+    assert HotVerifier.lenient("never").mode == "never"

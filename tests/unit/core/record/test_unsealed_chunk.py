@@ -1,0 +1,115 @@
+"""A chunk whose digest is made when somebody asks for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, RecordHeader, TensorSpec, decode_head, payload_digest, verify_payload
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+NUM_THREADS = 6
+
+
+class Counting(BytesBufferMemoryObj):
+    """Counts who reads it; each reader is given time to be overtaken."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.num_reads = 0
+
+    @property
+    def byte_array(self) -> memoryview:
+        self.num_reads += 1
+        threading.Event().wait(0.02)
+        return super().byte_array
+
+
+def header_of(key: ChunkKey, num_bytes: int) -> RecordHeader:
+    return RecordHeader(key.key.canonical(), "naive", "", False, (TensorSpec("", "uint8", (num_bytes,), 0, num_bytes),), UNSEALED_DIGEST)
+
+
+def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
+    key = make_key(name)
+    return Chunk.unsealed(key, header_of(key, num_bytes), BytesBufferMemoryObj(make_payload(name, num_bytes)), "Hot")
+
+
+def test_it_is_the_record_that_it_would_have_been() -> None:
+    sealed, chunk = make_chunk("a"), unsealed("a")
+    assert not chunk.is_sealed
+    assert chunk.head == sealed.head
+    assert chunk.header == sealed.header
+    assert chunk.is_sealed
+
+
+@pytest.mark.parametrize("ask", ["head", "header", "sealed"])
+def test_whatever_needs_the_digest_makes_it(ask: str) -> None:
+    chunk = unsealed("a")
+    asked = getattr(chunk, ask)
+    if ask == "sealed":
+        assert asked() is chunk
+    assert chunk.is_sealed
+    header, payload_bytes = decode_head(chunk.head, chunk.key.key)
+    assert payload_bytes == 1000
+    verify_payload(header, chunk.memory.byte_array)
+
+
+def test_what_is_known_without_the_digest_does_not_make_it() -> None:
+    chunk = unsealed("a")
+    assert chunk.described.tensors[0].length == 1000
+    assert not chunk.lossy
+    assert chunk.num_bytes > 1000
+    assert not chunk.moved(chunk.memory, "Other").is_sealed
+    assert not chunk.is_sealed
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, 100_000])
+def test_its_size_is_that_of_the_whole_record(num_bytes: int) -> None:
+    chunk = unsealed("a", num_bytes)
+    before = chunk.num_bytes
+    assert before == len(chunk.head) + num_bytes == chunk.num_bytes
+
+
+def test_threads_that_seal_at_once_make_one_digest() -> None:
+    key, memory = make_key("a"), Counting(make_payload("a"))
+    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "Hot")
+    start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
+
+    def seal() -> None:
+        start.wait()
+        heads.append(chunk.sealed().head)
+
+    threads = [threading.Thread(target=seal) for _ in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heads == [make_chunk("a").head] * NUM_THREADS
+    assert memory.num_reads == 1
+
+
+class Overtaken(Chunk):
+    """Another thread seals it as soon as somebody has looked at one of its two halves."""
+
+    __slots__ = ("is_armed",)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("_head", "_header") and self.is_armed:
+            self.is_armed = False
+            self.sealed()
+        return value
+
+
+def test_a_chunk_that_is_sealed_while_it_is_moved_fits_together() -> None:
+    chunk = Overtaken.__new__(Overtaken)
+    chunk.is_armed = False
+    key = make_key("a")
+    chunk.__init__(key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "Hot")  # type: ignore[misc]
+    chunk.is_armed = True
+    moved = chunk.moved(chunk.memory, "Other")
+    assert moved.header.digest == payload_digest(make_payload("a"))
+    assert moved.head == make_chunk("a").head
