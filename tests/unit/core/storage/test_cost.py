@@ -1,0 +1,110 @@
+"""What a read will cost, from what reads have cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from lmcache_core.storage.cost import MIN_OBSERVATIONS, RECOVERED_FACTOR, ReadCost
+
+CHUNK = 1_000_000
+LATENCY_S, S_PER_CHUNK = 0.004, 0.001
+
+
+def observe(cost: ReadCost, *sizes: int, latency_s: float = LATENCY_S, s_per_chunk: float = S_PER_CHUNK) -> None:
+    for num in sizes:
+        cost.observe(num, num * CHUNK, latency_s + num * s_per_chunk)
+
+
+def test_nothing_is_known_at_first() -> None:
+    cost = ReadCost()
+    observe(cost, *range(1, MIN_OBSERVATIONS))
+    assert cost.expected_s(1) is None
+    assert cost.num_within(1000, 0.0) == 1000, "what is not known is tried"
+    observe(cost, MIN_OBSERVATIONS)
+    assert cost.expected_s(1) is not None
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    cost = ReadCost()
+    observe(cost, 1, 8, 2, 16, 4, 1, 8)
+    for num in (1, 5, 100):
+        assert cost.expected_s(num) == pytest.approx(LATENCY_S + num * S_PER_CHUNK)
+
+
+def test_noise_does_little() -> None:
+    rng, cost = random.Random(1), ReadCost()
+    for _ in range(200):
+        num = rng.randint(1, 30)
+        cost.observe(num, num * CHUNK, (LATENCY_S + num * S_PER_CHUNK) * rng.uniform(0.8, 1.2))
+    assert cost.expected_s(20) == pytest.approx(LATENCY_S + 20 * S_PER_CHUNK, rel=0.25)
+
+
+def test_reads_of_one_size_are_never_taken_for_free() -> None:
+    """Nothing tells latency from bandwidth: less costs as much, more costs in proportion."""
+    cost = ReadCost()
+    observe(cost, *[4] * 10)
+    seen_s = LATENCY_S + 4 * S_PER_CHUNK
+    assert cost.expected_s(1) == cost.expected_s(4) == pytest.approx(seen_s)
+    assert cost.expected_s(40) == pytest.approx(10 * seen_s)
+
+
+def test_the_expectation_is_never_negative_and_never_falls_with_size() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        cost = ReadCost()
+        for _ in range(rng.randint(MIN_OBSERVATIONS, 30)):
+            num = rng.choice([0, 0, 1, 2, 50])
+            cost.observe(num, num * CHUNK, rng.choice([0.0, 1e-6, 0.01, 5.0]))
+        expected = [cost.expected_s(num) for num in (1, 2, 10, 1000)]
+        known = [seconds for seconds in expected if seconds is not None]
+        assert known == sorted(known)
+        assert all(seconds >= 0 for seconds in known)
+
+
+def test_what_brought_nothing_counts_as_its_wait() -> None:
+    cost = ReadCost()
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(0, 0, 0.2)
+    assert cost.expected_s(1) == pytest.approx(0.2)
+
+
+def test_recent_reads_count_most() -> None:
+    cost = ReadCost()
+    observe(cost, *[1, 2, 4] * 10)
+    observe(cost, *[1, 2, 4] * 10, latency_s=0.05, s_per_chunk=0.02)
+    assert cost.expected_s(4) == pytest.approx(0.05 + 4 * 0.02, rel=0.2)
+
+
+def test_a_tier_that_has_recovered_is_judged_anew() -> None:
+    cost = ReadCost()
+    for _ in range(30):
+        cost.observe(0, 0, 2.0)
+    observe(cost, 2)
+    assert cost.expected_s(2) is None, "what it cost before says nothing any more"
+    observe(cost, *[2] * MIN_OBSERVATIONS)
+    assert cost.expected_s(2) == pytest.approx(LATENCY_S + 2 * S_PER_CHUNK)
+
+
+def test_a_quick_read_that_brought_nothing_is_no_recovery() -> None:
+    cost = ReadCost()
+    for _ in range(30):
+        cost.observe(0, 0, 2.0)
+    cost.observe(0, 0, 0.001)
+    assert cost.expected_s(1) is not None
+
+
+def test_a_somewhat_cheaper_read_is_no_recovery() -> None:
+    cost = ReadCost()
+    observe(cost, *[1, 2, 4] * 10)
+    cost.observe(2, 2 * CHUNK, (LATENCY_S + 2 * S_PER_CHUNK) / (RECOVERED_FACTOR - 1))
+    assert cost.expected_s(2) is not None
+
+
+@pytest.mark.parametrize("limit_s", [0.0, LATENCY_S, 0.0051, 0.0071, 0.0541, 10.0])
+def test_as_many_as_come_within_the_limit(limit_s: float) -> None:
+    cost = ReadCost()
+    observe(cost, 1, 8, 2, 16, 4, 1, 8)
+    within = [num for num in range(1, 65) if (cost.expected_s(num) or 0.0) <= limit_s]
+    assert cost.num_within(64, limit_s) == len(within)
+    assert cost.num_within(0, limit_s) == 0

@@ -1,0 +1,170 @@
+"""A tier that knows its price: asked for what it can bring in time, left alone when that is nothing, and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.record import Allocate, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.cost import MIN_OBSERVATIONS
+from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.storage.wrappers.priced import PROBE_INTERVAL, KnowsItsPrice, PricedBackend
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.timed_tier import Timed
+
+LIMIT_S = 0.1
+
+
+@pytest.fixture
+def tier() -> Timed:
+    return Timed()
+
+
+@pytest.fixture
+def priced(tier: Timed) -> PricedBackend:
+    return PricedBackend(tier, tier.clock)
+
+
+def plain(num_bytes: int) -> BytesBufferMemoryObj:
+    return BytesBufferMemoryObj(bytearray(num_bytes))
+
+
+async def read(priced: PricedBackend, num: int, times: int = 1, limit_s: float | None = None) -> None:
+    for _ in range(times):
+        await priced.batched_get([make_key(i) for i in range(num)], plain, limit_s)
+
+
+async def learn(priced: PricedBackend) -> None:
+    """Enough to know latency and bandwidth."""
+    for num in (1, 4, 2, 8, 1, 4, 2, 8):
+        await read(priced, num)
+
+
+def test_it_has_the_ability_and_the_tier_inside_has_not(priced: PricedBackend, tier: Timed) -> None:
+    assert isinstance(priced, KnowsItsPrice)
+    assert not isinstance(tier, KnowsItsPrice)
+
+
+async def test_what_is_not_known_is_tried(priced: PricedBackend) -> None:
+    assert priced.num_worth(7, 1e-9, 1e-9) == 7
+    await read(priced, 2, MIN_OBSERVATIONS - 1)
+    assert priced.num_worth(7, 1e-9, 1e-9) == 7
+
+
+async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: PricedBackend, tier: Timed) -> None:
+    tier.s_per_chunk = 0.01
+    await learn(priced)
+    assert priced.num_worth(9, LIMIT_S) == 9
+    assert priced.stats()["reads_too_dear"] == 0
+
+
+async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(priced: PricedBackend, tier: Timed) -> None:
+    tier.s_per_chunk = 0.01
+    await learn(priced)
+    assert priced.num_worth(500, LIMIT_S) in (9, 10), "a chunk that comes just at the limit may be counted in or out"
+
+
+async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(priced: PricedBackend, tier: Timed) -> None:
+    tier.s_per_chunk = 0.01
+    await learn(priced)
+    assert priced.num_worth(5, 10.0, recompute_s=0.005) == 0
+    assert priced.num_worth(5, 10.0, recompute_s=0.02) == 5
+    assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, "nor is the part of it that would fit"
+
+
+async def test_latency_is_worth_it_for_many_chunks_only(priced: PricedBackend, tier: Timed) -> None:
+    tier.latency_s, tier.s_per_chunk = 0.05, 0.001
+    await learn(priced)
+    assert priced.num_worth(2, 10.0, recompute_s=0.01) == 0
+    assert priced.num_worth(20, 10.0, recompute_s=0.01) == 20
+
+
+async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: PricedBackend, tier: Timed) -> None:
+    tier.latency_s = 1.0
+    await learn(priced)
+    answers = [priced.num_worth(3, LIMIT_S) for _ in range(3 * PROBE_INTERVAL)]
+    assert answers == ([0] * (PROBE_INTERVAL - 1) + [3]) * 3
+    assert priced.stats()["reads_too_dear"] == 3 * PROBE_INTERVAL
+
+
+async def test_no_chunks_are_no_probe(priced: PricedBackend, tier: Timed) -> None:
+    tier.latency_s = 1.0
+    await learn(priced)
+    assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [0] * 2 * PROBE_INTERVAL
+    assert priced.stats()["reads_too_dear"] == 0
+
+
+async def test_one_probe_shows_that_it_has_recovered(priced: PricedBackend, tier: Timed) -> None:
+    tier.latency_s = 2.0
+    await read(priced, 4, 40)
+    assert priced.num_worth(4, LIMIT_S) == 0
+    tier.latency_s = 0.001
+    await read(priced, 4)
+    assert priced.num_worth(4, LIMIT_S) == 4
+    await read(priced, 4, MIN_OBSERVATIONS)
+    assert priced.num_worth(4, LIMIT_S) == 4
+
+
+async def test_reads_that_were_late_are_learned_from(priced: PricedBackend, tier: Timed) -> None:
+    tier.latency_s = 5.0
+    await read(priced, 4, MIN_OBSERVATIONS, LIMIT_S)  # ends at the limit, with nothing
+    assert priced.num_worth(4, LIMIT_S * 0.99) == 0
+
+
+async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(priced: PricedBackend, tier: Timed) -> None:
+    tier.hangs = True
+    for _ in range(MIN_OBSERVATIONS):
+        reading = asyncio.create_task(read(priced, 4, limit_s=LIMIT_S))
+        await asyncio.sleep(0)
+        tier.now += 1.5 * LIMIT_S
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert priced.num_worth(4, LIMIT_S) == 0
+
+
+async def test_a_caller_that_gives_up_early_teaches_nothing(priced: PricedBackend, tier: Timed) -> None:
+    tier.hangs = True
+    for limit_s in (None, LIMIT_S):
+        for _ in range(MIN_OBSERVATIONS):
+            reading = asyncio.create_task(read(priced, 4, limit_s=limit_s))
+            await asyncio.sleep(0)
+            tier.now += LIMIT_S / 2
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+    assert priced.num_worth(4, 1e-9) == 4
+
+
+class Refusing(Timed):
+    """Answers at once, with misses or an error."""
+
+    answer: MissReason | None = None
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+        if self.answer is None:
+            raise UnavailableError("away")
+        return [Miss(self.answer)] * len(keys)
+
+
+@pytest.mark.parametrize("answer", [None, MissReason.NEVER_STORED, MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE])
+async def test_what_is_not_there_says_nothing_about_the_price(answer: MissReason | None) -> None:
+    tier = Refusing()
+    tier.answer = answer
+    wrapped: StorageBackend = BreakerBackend(tier) if answer is None else tier
+    priced = PricedBackend(wrapped, tier.clock)
+    await read(priced, 4, 3 * MIN_OBSERVATIONS)
+    assert priced.num_worth(4, 1e-9) == 4
+
+
+async def test_everything_else_goes_through(priced: PricedBackend) -> None:
+    assert await priced.batched_contains([make_key(1)]) == [True]
+    assert await priced.batched_put([make_chunk(1)]) == [True]
+    assert priced.name == "Timed"
+    assert priced.stats()["num_calls"] == 0
