@@ -264,7 +264,8 @@ class DiskStore:
         if is_missing:
             return Miss(MissReason.NEVER_STORED)
         logger.warning("chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc)
-        return Miss(MissReason.CORRUPT)
+        is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
+        return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
     def _remove_half_written(self) -> None:
         for path in self._paths_in(self._layout.temporary):

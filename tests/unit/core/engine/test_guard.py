@@ -1,0 +1,221 @@
+"""What fails inside the cache: a miss that is counted where `error_handling` says so, raised where not; never a leak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lmcache_core.engine.guard import DegradingGuard, RaisingGuard
+from lmcache_core.errors import LayoutError, UnavailableError
+from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
+from lmcache_core.token_database import ChunkedTokenDatabase
+
+from tests.fixtures.embedded import Embedded, embedded_engine
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv, make_config, make_metadata
+from tests.fixtures.prompts import kv_of, tokens_of
+
+TOKENS = tokens_of((0, 1, 0, 1))
+OTHER = tokens_of((1, 1, 1))
+FAILURES = [RuntimeError("CUDA error"), UnavailableError("gone"), KeyError("a bug"), TimeoutError("late")]
+
+
+class BreakingConnector(VLLMNestedTupleGPUConnector):
+    """Fails from a chosen copy on."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, NUM_LAYERS)
+        self.failure: Exception | None = None
+        self.num_good = 0
+
+    def _step(self) -> None:
+        self.num_good -= 1
+        if self.failure is not None and self.num_good < 0:
+            raise self.failure
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        self._step()
+        super().from_gpu(memory_obj, start, end, **kwargs)
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        self._step()
+        super().to_gpu(memory_obj, start, end, **kwargs)
+
+
+class BreakingDatabase(ChunkedTokenDatabase):
+    """Names some chunks, and then fails."""
+
+    failure: Exception | None = None
+
+    def process_tokens(self, *arguments: Any) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        for number, named in enumerate(super().process_tokens(*arguments)):
+            if self.failure is not None and number == 2:
+                raise self.failure
+            yield named
+
+
+def failed(cache: Embedded) -> dict[str, int]:
+    return {name: num for (counter, name), num in cache.engine.counters.snapshot().items() if counter == FAILED_CALLS_TOTAL and num}
+
+
+def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
+    target = empty_kv(len(tokens))
+    loaded = cache.engine.retrieve(tokens, kvcaches=target)
+    if loaded.any():
+        assert_equal_prefix(target, kv_of(tokens), int(loaded.sum()))
+    return int(loaded.sum())
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_a_copy_that_fails_is_a_miss_where_errors_are_handled(failure: Exception, num_good: int, caplog: pytest.LogCaptureFixture) -> None:
+    connector = BreakingConnector()
+    with embedded_engine(connector=connector, error_handling=True) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        connector.failure, connector.num_good = failure, num_good
+        assert retrieve(cache) == 0, "what has been copied before counts for nothing"
+        connector.num_good = num_good
+        cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+        assert failed(cache) == {"retrieve": 1, "store": 1}
+        assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+        cache.check_nothing_held()
+        connector.failure = None
+        assert cache.engine.lookup(OTHER) == 0, "of a store that fails nothing is kept"
+        assert retrieve(cache) == len(TOKENS)
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_a_copy_that_fails_is_raised_where_they_are_not(num_good: int) -> None:
+    connector = BreakingConnector()
+    with embedded_engine(connector=connector) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        for call in (lambda: retrieve(cache), lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER))):
+            connector.failure, connector.num_good = RuntimeError("CUDA error"), num_good
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                call()
+            cache.check_nothing_held()
+        assert failed(cache) == {}
+
+
+@pytest.mark.parametrize("error_handling", [True, False])
+@pytest.mark.parametrize("failure", [ValueError("wrong shape"), LayoutError("wrong layout")], ids=lambda failure: type(failure).__name__)
+def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Exception) -> None:
+    connector = BreakingConnector()
+    with embedded_engine(connector=connector, error_handling=error_handling) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        connector.failure, connector.num_good = failure, 1
+        with pytest.raises(ValueError, match=str(failure)):
+            retrieve(cache)
+        connector.num_good = 1
+        with pytest.raises(ValueError, match=str(failure)):
+            cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+        connector.failure = None
+        with pytest.raises(ValueError, match="multiple of the chunk size"):
+            cache.engine.retrieve(TOKENS, torch.arange(len(TOKENS)) > 0, kvcaches=empty_kv(len(TOKENS)))
+        with pytest.raises(ValueError, match="kvcaches is missing"):
+            cache.engine.retrieve(TOKENS)
+        with pytest.raises(ValueError, match="kvcaches is missing"):
+            cache.engine.store(OTHER)
+        with pytest.raises(ValueError, match="'Cold'"):
+            cache.engine.lookup(TOKENS, ["Cold"])
+        assert failed(cache) == {}
+        cache.check_nothing_held()
+
+
+@pytest.mark.parametrize("error_handling", [True, False])
+def test_a_broken_token_database(error_handling: bool) -> None:
+    database = BreakingDatabase(make_config(), make_metadata())
+    with embedded_engine(database=database, error_handling=error_handling) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        database.failure = ZeroDivisionError("a bug")
+        calls: dict[str, Callable[[], object]] = {
+            "retrieve": lambda: retrieve(cache),
+            "lookup": lambda: cache.engine.lookup(TOKENS),
+            "store": lambda: cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS)),
+            "prefetch": lambda: cache.engine.prefetch(TOKENS),
+        }
+        for call in calls.values():
+            if error_handling:
+                assert not call()
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    call()
+        assert failed(cache) == (dict.fromkeys(calls, 1) if error_handling else {})
+        cache.check_nothing_held()
+
+
+@pytest.mark.parametrize("error_handling", [True, False])
+@pytest.mark.parametrize("method", ["lookup", "reserve", "put", "get", "prefetch"])
+def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ConnectionError("a bug")
+
+    with embedded_engine(error_handling=error_handling) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        monkeypatch.setattr(cache.manager, method, fail)
+        num_failed = 0
+        for call in (
+            lambda: retrieve(cache),
+            lambda: cache.engine.lookup(OTHER),
+            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+            lambda: cache.engine.prefetch(OTHER),
+        ):
+            try:
+                call()
+            except ConnectionError:
+                assert not error_handling
+                num_failed += 1
+        num_failed += sum(failed(cache).values())
+        assert num_failed == (2 if method == "lookup" else 1), "store looks up first"
+        cache.check_nothing_held()
+        monkeypatch.undo()
+        assert retrieve(cache) == len(TOKENS)
+
+
+@pytest.mark.parametrize("error_handling", [True, False])
+def test_a_put_that_fails_half_way_leaves_the_chunks_that_it_has_kept(error_handling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with embedded_engine(error_handling=error_handling) as cache:
+        put = cache.manager.put
+
+        def fail(chunks: Any) -> list[bool]:
+            put(chunks[:2])
+            raise ConnectionError("half way")
+
+        monkeypatch.setattr(cache.manager, "put", fail)
+        try:
+            cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        except ConnectionError:
+            assert not error_handling
+        cache.check_nothing_held()
+        assert retrieve(cache) == 2 * CHUNK_SIZE
+
+
+def test_interrupts_pass_and_leak_nothing() -> None:
+    connector = BreakingConnector()
+    with embedded_engine(connector=connector, error_handling=True) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        connector.failure, connector.num_good = KeyboardInterrupt(), 1  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            retrieve(cache)
+        connector.num_good = 1
+        with pytest.raises(KeyboardInterrupt):
+            cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+        cache.check_nothing_held()
+        assert failed(cache) == {}
+
+
+def test_guards_alone() -> None:
+    counters = Counters()
+    with DegradingGuard(counters)("store"):
+        raise RuntimeError
+    assert counters.value(FAILED_CALLS_TOTAL, "store") == 1
+    with pytest.raises(ValueError, match="wrong"), DegradingGuard(counters)("store"):
+        raise ValueError("wrong")
+    with pytest.raises(RuntimeError), RaisingGuard()("store"):
+        raise RuntimeError
+    assert counters.value(FAILED_CALLS_TOTAL) == 1
