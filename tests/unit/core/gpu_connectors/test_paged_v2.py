@@ -99,6 +99,19 @@ def test_threads_do_not_disturb_each_other_in_the_buffer():
     assert not wrong
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad])
+def test_the_buffer_serves_every_mode_whichever_made_it(first):
+    connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
+    with first():
+        memory = make_memory(connector.get_shape(3), "bfloat16")
+        connector.from_gpu(memory, 5, 8, **kwargs_for(engine))
+    for mode in (torch.enable_grad, torch.inference_mode):
+        target = make_kv_caches(LAYOUT, 2)
+        with mode():
+            connector.to_gpu(memory, 5, 8, **kwargs_for(target))
+        assert gathered(make_connector(), target) == bytes(memory.byte_array)
+
+
 def test_the_same_tensors_are_bound_once():
     connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
     binding = connector.binding_of(engine)

@@ -42,5 +42,6 @@ class Staging:
             with self._lock:
                 capacity_bytes = binding.layout.num_bytes(self.num_tokens)
                 if self._buffer is None or self._buffer.device != binding.device or self._buffer.shape[0] < capacity_bytes:
-                    self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=binding.device)
+                    with torch.inference_mode(False):  # it outlives the caller's mode, and could be written in that one only
+                        self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=binding.device)
                 yield self._buffer[: content.shape[0]]
