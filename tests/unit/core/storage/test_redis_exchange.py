@@ -117,3 +117,34 @@ async def test_answers_are_dealt_with_one_at_a_time_beside_reading_the_next():
     assert most == 1
     assert client.history == ["send", "read"] * 3, "one at a time when none may be ahead"
     client.check_released()
+
+
+async def test_what_came_in_time_is_kept_also_when_the_tiers_own_deadline_is_the_callers():
+    async def never() -> None:
+        await asyncio.sleep(10)
+
+    arena = Arena()
+    client = FakeRedis([make_record(0), never])
+    results = await RedisBackend(client, 0.05).batched_get([make_key(0), make_key(1)], arena, timeout_s=0.05)
+    assert isinstance(results[0], Chunk)
+    results[0].release()
+    assert results[1] == Miss(MissReason.DEADLINE)
+    client.check_released()
+    assert arena.allocator.used_bytes == 0
+
+
+async def test_a_second_cancellation_while_an_answer_is_given_up_does_not_cost_the_connection():
+    async def never() -> None:
+        await asyncio.sleep(10)
+
+    client = FakeRedis([b"a", never])
+    asking = asyncio.ensure_future(exchange(client, [encoded("GET", "k")] * 2, lambda: 2, lambda i, answer: never()))
+    while client.history.count("read") < 2:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert client.history[-1] == "disconnect"
+    client.check_released()

@@ -11,12 +11,13 @@ import httpx
 import pytest
 import redis.exceptions
 from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
-from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.testing.chunks import make_chunk, make_key, make_record
 
 from tests.fixtures.redis_server import FakeRedis
 from tests.fixtures.rest import RestServer, rest_server
@@ -175,3 +176,19 @@ async def test_a_server_that_does_not_answer_is_given_up(rest: RestServer) -> No
     await backend.close()
     with pytest.raises(UnavailableError):
         await backend.batched_contains([make_key(1)])
+
+
+async def test_what_came_in_time_is_kept_also_when_the_tiers_own_deadline_is_the_callers() -> None:
+    class Stalling(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield make_record(1)
+            await asyncio.sleep(10)
+
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Stalling()))
+    backend = HttpBackend("http://localhost", RemoteOptions(timeout_s=0.05), transport)
+    await backend.open()
+    results = await backend.batched_get([make_key(1), make_key(2)], Arena(), timeout_s=0.05)
+    assert isinstance(results[0], Chunk)
+    assert results[1] == Miss(MissReason.DEADLINE)
+    results[0].release()
+    await backend.close()

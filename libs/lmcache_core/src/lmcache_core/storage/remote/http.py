@@ -105,7 +105,7 @@ class HttpBackend(StorageBackend):
         """See `StorageBackend.batched_get`."""
         results: list[Result | None] = [None] * len(keys)
         try:
-            async with self._mapped() as client, caller_limit(timeout_s) as limit:
+            async with caller_limit(timeout_s) as limit, self._mapped() as client:  # outside, so that it decides when both end at once
                 for begin in range(0, len(keys), BATCH_KEYS):
                     await self._get_batch(client, keys, range(begin, min(begin + BATCH_KEYS, len(keys))), allocate, results)
         except BaseException:

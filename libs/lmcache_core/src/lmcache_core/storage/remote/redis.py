@@ -99,7 +99,7 @@ class RedisBackend(StorageBackend):
         """See `StorageBackend.batched_get`. A value that is a damaged record is deleted."""
         results: list[Result | None] = [None] * len(keys)
         try:
-            async with self._mapped(), caller_limit(timeout_s) as limit:
+            async with caller_limit(timeout_s) as limit, self._mapped():  # outside, so that it decides when both end at once
                 await self._get(keys, allocate, results)
         except BaseException:
             release_all(results)

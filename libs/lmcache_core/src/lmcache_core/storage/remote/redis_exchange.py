@@ -45,10 +45,12 @@ async def exchange(client: redis.Redis, requests: Sequence[Request], num_ahead: 
             if is_last or dealing.num_answers:
                 raise
         finally:
-            await dealing.close()
-            if dealing.num_answers < len(requests):
-                await connection.disconnect(nowait=True)  # what else comes on it answers nobody's question
-            await pool.release(connection)
+            try:
+                await dealing.close()
+            finally:  # also when a second deadline passes meanwhile: the pool has few connections
+                if dealing.num_answers < len(requests):
+                    await connection.disconnect(nowait=True)  # what else comes on it answers nobody's question
+                await pool.release(connection)
 
 
 class _Dealing:
