@@ -235,6 +235,14 @@ def test_byte_buffers_live_on_the_cpu_and_are_bounded():
         assert bytes(obj.byte_array) == bytes(4)
 
 
+@pytest.mark.parametrize("size", [MORE_THAN_ANY_MACHINE_HAS // 2, MORE_THAN_ANY_MACHINE_HAS * 16])
+def test_buffers_that_the_machine_cannot_hold_are_none_and_take_nothing(size):
+    allocator = BufferAllocator("cpu", 32 * MORE_THAN_ANY_MACHINE_HAS)
+    assert allocator.allocate((size,), "uint8") is None
+    assert allocator.used_bytes == 0
+    allocator.check_integrity()
+
+
 def test_a_budget_that_is_not_kept_is_noticed():
     allocator = BufferAllocator("cpu", 100)
     obj = allocator.allocate((10,), "uint8")

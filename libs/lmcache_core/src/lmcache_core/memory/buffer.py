@@ -127,4 +127,12 @@ class BufferAllocator(CountingAllocator):
     ) -> BytesBufferMemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`. The metadata's address is a name, not a place."""
         meta = self._take(tuple(shape), dtype, fmt)
-        return None if meta is None else BytesBufferMemoryObj(bytearray(meta.get_size()), meta, self)
+        if meta is None:
+            return None
+        try:
+            content = bytearray(meta.get_size())
+        except (MemoryError, OverflowError):  # the budget allows more than the machine has
+            with self._lock:
+                self._give_back(meta)
+            return None
+        return BytesBufferMemoryObj(content, meta, self)
