@@ -179,6 +179,26 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
     await disk.close()
 
 
+async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
+    await fill(tmp_path, "a")
+    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
+    may_go_on = threading.Event()
+
+    class Slow(DiskFiles):
+        def list_directory(self, path):
+            may_go_on.wait(10)
+            return super().list_directory(path)
+
+    disk = await opened(tmp_path, files=Slow())
+    removing = asyncio.ensure_future(asyncio.to_thread(disk.remove, make_key("a")))
+    await asyncio.sleep(0.02)
+    may_go_on.set()
+    assert await removing is True
+    await disk.wait_loaded()
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    await disk.close()
+
+
 async def test_a_tier_closed_while_it_reads_its_directory_ends(tmp_path, monkeypatch):
     await fill(tmp_path, *range(3))
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)

@@ -18,7 +18,7 @@ from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
 MAX_PUT_TASKS = 1024
 """So many chunks may wait to be written; each keeps its memory until then."""
 BLOCKING_WAIT_S = 10.0
-"""How long `get_blocking` waits for a disk that does not answer."""
+"""How long `get_blocking` and `remove` wait for a disk that does not answer."""
 
 DiskKey = CacheEngineKey | ChunkKey
 
@@ -61,6 +61,7 @@ class DocumentedDiskMethods:
     _pool: FilePool
     _allocator: MemoryAllocatorInterface
     _put_tasks: PutTasks
+    _loading: Future[None] | None
 
     @abstractmethod
     def _takes_writes(self) -> bool:
@@ -174,8 +175,10 @@ class DocumentedDiskMethods:
         return self._store.adopt(name, None if memory_obj is None else memory_obj.get_size())
 
     def remove(self, key: DiskKey) -> bool:
-        """Forget a chunk and remove its file; whether it was held."""
+        """Forget a chunk and remove its file; whether it was held. Waits until the directory has been read, `BLOCKING_WAIT_S` at most."""
         self._pool.check_open()
+        if self._loading is not None:
+            concurrent.futures.wait([self._loading], BLOCKING_WAIT_S)
         return self._store.remove([_name(key)]) == 1
 
     def _submit_write(self, chunk: Chunk) -> Future[bool]:
