@@ -153,7 +153,7 @@ class DiskStore:
 
         Returns:
             True when a record for that key is complete, as far as its head tells, and readable; False when the file is none of that
-            key, or there is no room for it.
+            key, its time is over, or there is no room for it.
         """
         path = self._path(key)
         if path is None:
@@ -171,7 +171,7 @@ class DiskStore:
                 return False
             self._quarantine.forget(path)
             self._index.commit(key, entry)
-        return True
+        return self._index.contains_many([key])[0]  # not if its time is over already
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks and remove their files; how many were held. A file that cannot be removed stays charged."""
