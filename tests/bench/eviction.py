@@ -6,7 +6,6 @@ import heapq
 import itertools
 import random
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,65 +39,10 @@ class HitRatios:
     optimal: float
 
 
-class PublishedS3FIFO(EvictionPolicy):
-    """S3-FIFO as in Algorithm 1 of the paper: 10 % for the small queue, a two-bit count, promotion at its end if read more than once.
-
-    What ours is measured against.
-    """
-
-    def __init__(self) -> None:
-        self._small: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._main: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
-
-    def fresh(self) -> PublishedS3FIFO:
-        return PublishedS3FIFO()
-
-    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        queue = self._small
-        if key in self._ghosts:
-            del self._ghosts[key]
-            queue = self._main
-        queue[key] = 0
-
-    def on_access(self, key: ChunkKey) -> None:
-        queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, 3)
-
-    def on_remove(self, key: ChunkKey) -> None:
-        if key in self._main:
-            del self._main[key]
-            return
-        del self._small[key]
-        self._ghosts[key] = None
-        while len(self._ghosts) > len(self):
-            self._ghosts.popitem(last=False)
-
-    def victims(self) -> Iterator[ChunkKey]:
-        while self:
-            if self._small and (10 * len(self._small) > len(self) or not self._main):
-                key, count = next(iter(self._small.items()))
-                if count > 1:
-                    del self._small[key]
-                    self._main[key] = 0
-                else:
-                    yield key
-            else:
-                key, count = next(iter(self._main.items()))
-                if count > 0:
-                    self._main[key] = count - 1
-                    self._main.move_to_end(key)
-                else:
-                    yield key
-
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "LRU": lambda: create_policy("lru"),
-    "S3-FIFO as published": PublishedS3FIFO,
-    "S3-FIFO (default)": lambda: create_policy("s3fifo"),
+    "S3-FIFO": lambda: create_policy("s3fifo"),
+    "S3-LRU (default)": lambda: create_policy("s3lru"),
 }
 
 

@@ -49,7 +49,7 @@ OURS = [
     ("verify_hot", "always"),
     ("tier_timeout_s", 2.0),
     ("salt", ""),
-    ("eviction_policy", "s3fifo"),
+    ("eviction_policy", "s3lru"),
     ("chunk_ttl_s", None),
     ("prefill_tokens_per_s", None),
     ("close_drain_s", 5.0),

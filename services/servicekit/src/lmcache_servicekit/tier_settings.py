@@ -50,7 +50,7 @@ class TierSettings(ServiceSettings):
     disk_path: Path | None = None
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
     disk_fsync: bool = False
-    eviction_policy: Literal["s3fifo", "lru"] = DEFAULT_POLICY
+    eviction_policy: Literal["s3lru", "s3fifo", "lru"] = DEFAULT_POLICY
     chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
     tenant_quota_gb: QuotaGb | None = None
     tenant_disk_quota_gb: QuotaGb | None = None
@@ -77,9 +77,7 @@ class TierSettings(ServiceSettings):
             raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
         disk_quotas = [self.tenant_disk_quota_gb, *(quota.disk_gb for quota in self.tenant_quotas.values())]
         if self.disk_path is None and any(disk_quotas):
-            raise ValueError(
-                "tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set disk_path or leave it out"
-            )
+            raise ValueError("tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set disk_path or leave it out")
         return self
 
     def _limits(self, default_gb: float | None, by_tenant_gb: Mapping[str, float | None]) -> TierLimits:

@@ -94,6 +94,7 @@ def test_a_present_file(tmp_path):
         ({"local_disk": "/d/"}, {"local_disk": "file:///d/", "max_local_disk_size": 5}),
         ({"local_disk": "file:///d/"}, {"local_disk": "file:///d/", "max_local_disk_size": 5}),
         ({"cache_policy": "lru"}, {"eviction_policy": "lru"}),
+        ({"cache_policy": "S3FIFO"}, {"eviction_policy": "s3fifo"}),
         ({"cache_policy": None}, {}),
         ({"save_unfull_chunk": True}, {}),
         ({"pipelined_backend": True}, {}),
@@ -111,7 +112,7 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
     ("values", "said"),
     [
         ({"local_device": "cuda"}, "local_device='cuda': chunks are kept in host memory"),
-        ({"cache_policy": "LFU"}, "cache_policy='LFU': set eviction_policy to lru or s3fifo"),
+        ({"cache_policy": "LFU"}, "cache_policy='LFU': set eviction_policy to s3lru, s3fifo or lru"),
         ({"use_layerwise": True}, "use_layerwise=True: .*set it to false"),
         ({"py_enable_gc": False}, "py_enable_gc=False: .*set it to true"),
         ({"enable_controller": True}, "enable_controller=True: .*lookup service and the broker"),

@@ -19,7 +19,7 @@ def traces():
 def ratios(trace, share):
     num_slots = int(share * len({key for request in trace for key in request}))
     by_policy = {label: eviction.hit_ratio(trace, make(), num_slots) for label, make in eviction.POLICIES.items()}
-    return by_policy["LRU"], by_policy["S3-FIFO (default)"], eviction.optimal_hit_ratio(trace, num_slots), by_policy
+    return by_policy["LRU"], by_policy["S3-LRU (default)"], eviction.optimal_hit_ratio(trace, num_slots), by_policy
 
 
 @pytest.mark.parametrize("share", eviction.CAPACITY_SHARES)

@@ -130,7 +130,7 @@ class LMCacheEngineConfig:
         ),
     )
     eviction_policy: str = field(
-        default="s3fifo",
+        default="s3lru",
         metadata=about(
             "Host memory",
             "Which chunks go first when memory is full.",

@@ -129,7 +129,7 @@ def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
 
 _NO_PD = "handing KV from a prefill pod to a decode pod directly is not in this release; share it through peers or the remote tier"
 _NO_CONTROLLER = "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and broker_url)"
-_NO_OTHER_POLICY = "set eviction_policy to lru or s3fifo"
+_NO_OTHER_POLICY = "set eviction_policy to s3lru, s3fifo or lru"
 _NO_PLUGINS = "nothing is loaded by name from a configuration; leave it out"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
 _ALLOCATED_AT_ONCE = "memory is allocated at once, so that it cannot run short later; set max_local_cpu_size to what there is"
@@ -144,7 +144,7 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "max_local_cache_size": ForeignName(
             "`max_local_cpu_size`; `max_local_disk_size` where local_device is a directory", _max_local_cache_size, ""
         ),
-        "cache_policy": ForeignName("LRU: `eviction_policy: lru`; null", _cache_policy, _NO_OTHER_POLICY),
+        "cache_policy": ForeignName("LRU, S3FIFO: `eviction_policy` of that name; null", _cache_policy, _NO_OTHER_POLICY),
         "blocking_timeout_secs": ForeignName("`tier_timeout_s`", _blocking_timeout, ""),
         "pre_caching_hash_algorithm": ForeignName(
             "builtin, sha256…, null: chunks are always named by SHA-256",

@@ -17,7 +17,7 @@ from lmcache_core.errors import ConfigError
 
 REMOTE_SCHEMES = ("lm", "redis", "rediss", "redis-sentinel", "http", "https", "file")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
-EVICTION_POLICIES = ("s3fifo", "lru")
+EVICTION_POLICIES = ("s3lru", "s3fifo", "lru")
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")

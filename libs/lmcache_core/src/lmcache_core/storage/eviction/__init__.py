@@ -12,9 +12,10 @@ from lmcache_core.storage.eviction.expiry import Clock
 from lmcache_core.storage.eviction.ledger import Ledger, TierLimits
 from lmcache_core.storage.eviction.quota import TenantQuotas
 
-DEFAULT_POLICY: Final = "s3fifo"
+DEFAULT_POLICY: Final = "s3lru"
 POLICIES = MappingProxyType(
     {
+        "s3lru": ("lmcache_core.storage.eviction.s3lru", "S3LRUPolicy"),
         "s3fifo": ("lmcache_core.storage.eviction.s3fifo", "S3FIFOPolicy"),
         "lru": ("lmcache_core.storage.eviction.lru", "LRUPolicy"),
     }
