@@ -55,6 +55,8 @@ IMPOSSIBLE = [
     *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
     *(("max_local_disk_size", v) for v in (-0.1, "5", float("-inf"))),
     *(("local_disk", v) for v in ("/var/cache", "file://cache", "file:///", "file:////", "file:///a?b", "file:///a,/b", "s3://bucket/", 5)),
+    *(("remote_url", f"lm://{v}") for v in ("host:0", "host:65536", "host:port", "host:-1", ":65432", "user@:65432")),
+    *(("remote_url", f"redis-sentinel://{v}/service") for v in ("one:26379,two:port", "one:26379,:26379", "one:99999,two")),
     *(("remote_url", v) for v in ("localhost:65432", "ftp://host", "", 5, "lm://[::1", "lm://", "redis://user@", "file://host/dir")),
     *(("remote_serde", v) for v in ("pickle", "", 1, "torch", "safetensor", "fast", "cachegen")),
     *(("blend_recompute_ratio", v) for v in (-0.1, 1.1, "0.15", float("nan"))),
@@ -97,6 +99,8 @@ def test_every_option_refuses_something():
         {"remote_url": "https://cache.example", "remote_token_file": "/etc/token"},
         {"remote_url": "file:///mnt/shared"},
         {"remote_url": "redis-sentinel://user:p%40ss@one:26379,two/service"},
+        {"remote_url": "lm://[::1]:65432"},
+        {"remote_url": "rediss://:p%40ss@[2001:db8::1]:6379/0"},
         {"remote_url": None, "remote_token_file": "/etc/token"},
         {"enable_p2p": False, "lookup_url": "localhost:6379", "distributed_url": "localhost:8200"},
         *({"remote_url": f"{scheme}://host:1"} for scheme in REMOTE_SCHEMES if scheme != "file"),
@@ -185,6 +189,7 @@ def test_a_codec_is_refused_not_ignored(remote_url):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("remote_url", "redis://user:s3cret?@host:6379/1"),
         ("remote_url", "rediss-typo://user:s3cret@host/"),
         ("remote_url", "rediss-typo://user:s3c/s3cret@host/"),
         ("remote_url", "rediss-typo://user:s3c@s3cret@host/"),
@@ -205,7 +210,9 @@ def test_an_error_shows_neither_password_nor_salt(name, value):
 
 
 def test_a_config_shows_neither_password_nor_salt():
-    config = LMCacheEngineConfig.from_defaults(remote_url="redis://user:s3c?ret@host:6379/1?password=s3cret", salt="s3cret", chunk_size=64)
+    config = LMCacheEngineConfig.from_defaults(
+        remote_url="redis://user:s3c%3Fret@host:6379/1?password=s3cret", salt="s3cret", chunk_size=64
+    )
     for text in (repr(config), str(config), f"{config}"):
         assert "s3c" not in text
         assert "remote_url='redis://…@host:6379/1?…'" in text

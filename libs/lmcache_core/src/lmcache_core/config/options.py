@@ -177,14 +177,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_remote_url(text: str) -> bool:
-    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host (for `file`: a path)."""
+    """Whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and no impossible port (for `file`: a path)."""
     try:
         parts = urlsplit(text)
     except ValueError:
         return False
     if parts.scheme == "file":
         return is_directory_url(text)
-    return parts.scheme in REMOTE_SCHEMES and bool(parts.netloc.rpartition("@")[2])
+    return parts.scheme in REMOTE_SCHEMES and all(map(_is_host, parts.netloc.rpartition("@")[2].split(",")))
+
+
+def _is_host(text: str) -> bool:
+    """Whether a text is a host, or host:port."""
+    try:
+        parts = urlsplit(f"//{text}")
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def is_directory_url(text: str) -> bool:
@@ -199,6 +208,6 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
-REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}")
+REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any")
 DIRECTORY_URL = Form(is_directory_url, "a directory as file:///dir/ (with ?, # and comma written as %3F, %23, %2C)")
 NON_EMPTY = Form(lambda text: text.strip() != "", "text")
