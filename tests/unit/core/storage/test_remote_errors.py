@@ -13,7 +13,7 @@ import redis.exceptions
 from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote import RemoteOptions
+from lmcache_core.storage.remote import RemoteOptions, create_remote_backend
 from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
@@ -112,6 +112,15 @@ async def test_lm(error: LMCacheError, call: str) -> None:
 
     with pytest.raises(UnavailableError):
         await CALLS[call](LmBackend(Client()), Arena())  # type: ignore[arg-type]
+
+
+async def test_a_host_that_is_no_name_cannot_be_reached() -> None:
+    for host in ("a..b", "x" * 64):
+        backend = create_remote_backend(f"lm://{host}:1")
+        for call in CALLS.values():
+            with pytest.raises(UnavailableError):
+                await call(backend, Arena())
+        await backend.close()
 
 
 @pytest.fixture

@@ -223,9 +223,9 @@ class LmClient:
         except BaseException as exc:
             if connection is not None:
                 await connection.close()
-            if isinstance(exc, (OSError, LMCacheError)):
+            if isinstance(exc, (OSError, UnicodeError, LMCacheError)):
                 self._backoff.failed()
-            if isinstance(exc, OSError):
+            if isinstance(exc, (OSError, UnicodeError)):  # the latter from a host that is no name
                 raise UnavailableError(f"{self._name}: {exc or 'could not be reached in time'}") from exc
             raise
         self._backoff.succeeded()
