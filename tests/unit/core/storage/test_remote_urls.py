@@ -55,6 +55,7 @@ async def test_schemes(url: str, kind: type) -> None:
         "redis://localhost?ttl_s=-1",
         "redis-sentinel://one:port/service",
         "redis-sentinel://,/service",
+        "file:///mnt/k%00v",
         "http://",
         "http://user:secret@localhost",
         "http://localhost?x=1",

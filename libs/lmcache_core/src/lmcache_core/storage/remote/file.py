@@ -34,9 +34,10 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
         ConfigError: It is not one.
     """
     parts = urlsplit(url)
-    if parts.netloc or not parts.path.strip("/") or parts.query or parts.fragment:
+    path = unquote(parts.path)
+    if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
         raise ConfigError("remote url: must be file:///directory, the absolute path of a directory that exists")
-    return FileBackend(Path(unquote(parts.path)), options)
+    return FileBackend(Path(path), options)
 
 
 class FileBackend(StorageBackend):
