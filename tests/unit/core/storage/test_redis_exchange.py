@@ -85,6 +85,19 @@ async def test_an_error_in_the_middle_of_a_get_gives_back_what_came_before():
     client.check_released()
 
 
+async def test_an_empty_value_is_a_miss_and_spoils_no_later_call():
+    class Client(FakeRedis):
+        async def unlink(self, *names: str) -> int:
+            return len(names)
+
+    arena = Arena()
+    backend = RedisBackend(Client([b"", make_record(1)]), 1.0)
+    assert await backend.batched_get([make_key(0)], arena) == [Miss(MissReason.CORRUPT)]
+    [result] = await backend.batched_get([make_key(1)], arena)
+    assert isinstance(result, Chunk)
+    result.release()
+
+
 async def test_what_came_in_time_is_kept_and_the_connection_is_not_used_again():
     async def never() -> None:
         await asyncio.sleep(10)

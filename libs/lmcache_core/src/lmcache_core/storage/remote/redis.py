@@ -153,7 +153,7 @@ class RedisBackend(StorageBackend):
                 raise value
             if value is None:
                 return
-            self._record_bytes = len(value)
+            self._record_bytes = max(len(value), 1)
             results[i] = result = await chunk_from_record(value, keys[i], allocate)
             if isinstance(result, Miss) and result.reason is not MissReason.NO_MEMORY and not _is_of_another_version(value):
                 damaged.append(_name(keys[i]))
