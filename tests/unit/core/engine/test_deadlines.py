@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.cost import MIN_OBSERVATIONS
@@ -190,9 +190,9 @@ def test_the_rate_is_learned_from_a_miss_and_the_store_that_follows(tmp_path: Pa
         limits: list[float | None] = []
         get = cache.manager.get
 
-        def noted(keys: Sequence[object], recompute_s: float | None = None) -> list[Chunk]:
+        def noted(keys: Sequence[CacheEngineKey], recompute_s: float | None = None, **options: bool) -> list[Chunk]:
             limits.append(recompute_s)
-            return get(keys, recompute_s)  # type: ignore[arg-type]
+            return get(keys, recompute_s, **options)
 
         monkeypatch.setattr(cache.manager, "get", noted)
         assert retrieve(cache)[0] == 0

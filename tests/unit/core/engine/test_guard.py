@@ -152,7 +152,7 @@ def test_a_broken_token_database(error_handling: bool) -> None:
 @pytest.mark.parametrize("error_handling", [True, False])
 @pytest.mark.parametrize("method", ["lookup", "reserve", "put", "get", "prefetch"])
 def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise ConnectionError("a bug")
 
     with embedded_engine(error_handling=error_handling) as cache:

@@ -33,10 +33,10 @@ TTL_S = 0.15
 
 
 def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """How many chunks come back; what they hold is right."""
+    """How many chunks come back; what they hold is right. Behind them may stand a part of one that turned out damaged."""
     target = empty_kv(len(tokens))
     num = int(cache.engine.retrieve(tokens, kvcaches=target).sum())
-    assert_equal_prefix(target, kv_of(tokens), num)
+    assert_equal_prefix(tuple((k[:num], v[:num]) for k, v in target), tuple((k[:num], v[:num]) for k, v in kv_of(tokens)), num)
     return num // CHUNK_SIZE
 
 
