@@ -2,18 +2,80 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tests.bench import engines, limits, report, tiers
-from tests.bench.measure import Figure
+from tests.bench import allocation, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
+from tests.bench.measure import ROUNDS, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+COPY_NOTES = {
+    "always": ("the copy; digests run beside it in other threads", "digests in several threads, then the copy"),
+    "never": ("the copy", "the copy"),
+}
+T = TypeVar("T")
+
+
+class Bench:
+    """Runs one part after the other and says which."""
+
+    def __init__(self, progress: Progress, directory: Path) -> None:
+        self._progress = progress
+        self._task = progress.add_task("")
+        self._directory = directory
+
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        """One part."""
+        self._progress.update(self._task, description=name)
+        return work()
+
+    def host_memory(self) -> list[Figure]:
+        """The hot tier, contiguous and paged, embedded and behind a sidecar."""
+        copy = limits.copy_work()
+        figures = [self.run("limits of this machine", lambda: limits.copy_limit(copy))]
+        for verify_hot, notes in COPY_NOTES.items():
+            with engines.embedded(verify_hot) as engine:
+                name = f"hot tier, embedded, verify_hot {verify_hot}"
+                figures += self.run(name, lambda: engines.measure(engine, name, copy, notes))  # noqa: B023 (run at once)
+            with engines.behind_sidecar(self._directory, verify_hot) as engine:
+                name = f"hot tier, sidecar, verify_hot {verify_hot}"
+                figures += self.run(name, lambda: engines.measure(engine, name, copy, notes))  # noqa: B023 (run at once)
+        gathers = self.run("paged gather and scatter", paged.kernel_figures)
+        figures += gathers
+        for verify_hot in COPY_NOTES:
+            figures += self.run(f"paged, embedded, verify_hot {verify_hot}", lambda: paged.engine_figures(verify_hot, gathers[0]))  # noqa: B023
+        return figures
+
+    def slower_tiers(self) -> list[Figure]:
+        """Disk, lm:// and Redis."""
+        socket = self.run("raw socket", limits.socket_limit)
+        return [
+            *self.run("disk", lambda: disk.disk_figures(self._directory)),
+            socket,
+            *self.run("lm:// over loopback", lambda: lm_tier.lm_figures(self._directory, socket)),
+            *self.run("Redis over loopback", redis_tier.redis_figures),
+        ]
+
+
+def sections(bench: Bench) -> Sequence[report.Section]:
+    """Everything that is timed."""
+    prompt = "4,096 tokens, Llama-3.1-8B shape, bf16: 512 MiB"
+    found = [
+        report.rates(f"Host memory: {prompt}", bench.host_memory()),
+        report.rates(f"Slower tiers: {prompt}", bench.slower_tiers()),
+        report.naming(bench.run("hashes, keys, lookups", identity.identity_rows)),
+        report.allocations(bench.run("allocations", allocation.allocation_rows)),
+    ]
+    gpu = bench.run("GPU", paged.gpu_figures)
+    return [*found, report.rates("GPU", gpu)] if gpu else found
 
 
 def main() -> None:
@@ -22,26 +84,15 @@ def main() -> None:
     torch.set_num_threads(1)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch, Progress(*columns, console=console) as progress:
-        directory = Path(scratch)
-        task = progress.add_task("limits of this machine")
-        copy, socket = limits.copy_limit(), limits.socket_limit()
-        write, read = limits.file_limits(directory)
-        figures: list[Figure] = [copy, socket, write, read]
-        for verify_hot in ("always", "never"):
-            both = "one copy and one digest of every byte, one after the other"
-            notes = (both, both if verify_hot == "always" else "one copy of every byte")
-            progress.update(task, description=f"hot tier, verify_hot: {verify_hot}")
-            with engines.embedded(verify_hot) as engine:
-                figures += engines.measure(engine, f"hot tier, embedded, verify_hot {verify_hot}", copy, notes)
-            progress.update(task, description=f"sidecar, verify_hot: {verify_hot}")
-            with engines.behind_sidecar(directory, verify_hot) as engine:
-                figures += engines.measure(engine, f"hot tier, sidecar, verify_hot {verify_hot}", copy, notes)
-        progress.update(task, description="lm:// over loopback")
-        figures += tiers.lm_figures(directory, socket)
-        progress.update(task, description="disk")
-        figures += tiers.disk_figures(directory, (write, read))
-    console.print(report.as_table(figures))
-    report.rewrite(DOCUMENT, figures, f"{platform.machine()}, {torch.get_num_threads()} torch thread, Python {platform.python_version()}")
+        bench = Bench(progress, Path(scratch))
+        timed = sections(bench)
+        ratios = bench.run("eviction, simulated", lambda: eviction.as_markdown(eviction.measure()))
+    for section in timed:
+        section.show(console)
+    console.print(ratios)
+    machine = f"{platform.machine()}, {torch.get_num_threads()} torch thread, Python {platform.python_version()}, {os.cpu_count()} cores"
+    blocks = [section.as_markdown() for section in timed]
+    report.rewrite(DOCUMENT, f"Machine: {machine}. Medians of {ROUNDS} rounds.", [*blocks, ratios])
     console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}")
 
 

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -52,33 +51,3 @@ def socket_limit() -> Figure:
     for end in (sender, receiver, listener):
         end.close()
     return Figure("limit: raw socket, loopback", TOTAL_BYTES, seconds)
-
-
-def file_limits(directory: Path) -> tuple[Figure, Figure]:
-    """Raw write and read of one file a chunk, without fsync, read back from the page cache."""
-    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
-    target = memoryview(bytearray(CHUNK_BYTES))
-
-    def write(turn: int) -> None:
-        for i in range(NUM_CHUNKS):
-            with (directory / f"{i}.new").open("wb", buffering=0) as file:
-                at = 0
-                while at < CHUNK_BYTES:
-                    at += file.write(payload[at:])
-            (directory / f"{i}.new").replace(directory / f"{i}.raw")
-
-    def make_room(turn: int) -> None:
-        for i in range(NUM_CHUNKS):
-            (directory / f"{i}.raw").unlink(missing_ok=True)
-
-    def read(turn: int) -> None:
-        for i in range(NUM_CHUNKS):
-            with (directory / f"{i}.raw").open("rb", buffering=0) as file:
-                at = 0
-                while at < CHUNK_BYTES:
-                    at += file.readinto(target[at:])
-
-    writes = Figure("limit: raw file write", TOTAL_BYTES, timed(write, make_room))
-    reads = Figure("limit: raw file read (page cache)", TOTAL_BYTES, timed(read))
-    make_room(0)
-    return writes, reads

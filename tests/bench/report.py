@@ -1,31 +1,83 @@
-"""Figures as a table for the terminal and as a section of docs/benchmarks.md."""
+"""What was measured, as tables for the terminal and as the generated section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
-from tests.bench.measure import ROUNDS, Figure
+from tests.bench.allocation import NUM_LIVE, PairCost
+from tests.bench.identity import NamingCost
+from tests.bench.measure import Figure
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 
-def as_table(figures: Sequence[Figure]) -> Table:
-    """For the terminal."""
-    table = Table(title="4,096 tokens, Llama-3.1-8B shape, bf16: 512 MiB")
-    for heading in ("what", "GB/s", "slowest … fastest", "share of limit"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
+@dataclass(frozen=True)
+class Section:
+    """One table.
+
+    Attributes:
+        title: Its heading.
+        headings: Of its columns; the first and the last are text, those between are numbers.
+        rows: Its cells.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        table = Table(title=self.title)
+        for i, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if 0 < i < len(self.headings) - 1 else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+    def as_markdown(self) -> str:
+        """For the document."""
+        marks = ["---:" if 0 < i < len(self.headings) - 1 else "---" for i in range(len(self.headings))]
+        lines = [f"### {self.title}", "", "| " + " | ".join(self.headings) + " |", "|" + "|".join(marks) + "|"]
+        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows)])
+
+
+def rates(title: str, figures: Sequence[Figure]) -> Section:
+    """Bytes moved, held against what the machine can do."""
+    rows = []
     for figure in figures:
         low, high = figure.spread
         share = "" if figure.share is None else f"{figure.share:.2f}"
-        table.add_row(figure.name, f"{figure.rate:.2f}", f"{low:.2f} … {high:.2f}", share)
-    return table
+        rows.append((figure.name, f"{figure.rate:.2f}", f"{low:.2f} … {high:.2f}", share, figure.note))
+    return Section(title, ("what", "GB/s", "slowest … fastest", "share of its limit", "what limits it"), rows)
 
 
-def rewrite(document: Path, figures: Sequence[Figure], machine: str) -> None:
+def naming(costs: Sequence[NamingCost]) -> Section:
+    """Hashes, keys, lookups."""
+    rows = []
+    for cost in costs:
+        low, high = cost.spread_ms
+        times = "" if cost.times is None else f"{cost.times:.2f}"
+        goal = "" if cost.goal is None else f"{cost.goal:g}"
+        rows.append((cost.name, f"{cost.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", times, goal, cost.note))
+    return Section("Naming tokens", ("what", "ms", "fastest … slowest", "times its limit", "goal", "held against"), rows)
+
+
+def allocations(costs: Sequence[PairCost]) -> Section:
+    """Allocate and free."""
+    rows = []
+    for cost in costs:
+        low, high = cost.spread_us
+        ratio = "" if cost.ratio is None else f"{cost.ratio:.2f} times that among {NUM_LIVE[0]:,}"
+        rows.append((f"{cost.name}, {cost.num_live:,} live", f"{cost.pair_us:.2f}", f"{low:.2f} … {high:.2f}", ratio))
+    return Section("Memory: one allocate and one free", ("blocks", "µs a pair", "fastest … slowest", "growth"), rows)
+
+
+def rewrite(document: Path, machine: str, blocks: Sequence[str]) -> None:
     """Replace the generated section; the text around it is written by hand.
 
     Raises:
@@ -36,14 +88,4 @@ def rewrite(document: Path, figures: Sequence[Figure], machine: str) -> None:
         raise ValueError(f"{document} has no section between {BEGIN} and {END}")
     before, rest = text.split(BEGIN, 1)
     _, after = rest.split(END, 1)
-    lines = [
-        f"Machine: {machine}, {os.cpu_count()} cores. Medians of {ROUNDS} rounds.",
-        "",
-        "| what | GB/s | slowest … fastest | share of its limit | what limits it |",
-        "|---|---:|---:|---:|---|",
-    ]
-    for figure in figures:
-        low, high = figure.spread
-        share = "" if figure.share is None else f"{figure.share:.2f}"
-        lines.append(f"| {figure.name} | {figure.rate:.2f} | {low:.2f} … {high:.2f} | {share} | {figure.note} |")
-    document.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    document.write_text(f"{before}{BEGIN}\n" + "\n\n".join([machine, *blocks]) + f"\n{END}{after}", encoding="utf-8")

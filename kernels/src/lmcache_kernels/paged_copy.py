@@ -31,6 +31,11 @@ class PagedCopy:
         """Tokens to copy."""
         return self.slots.shape[0]
 
+    @property
+    def page_bytes(self) -> int:
+        """What one of the pages has in the chunk, bytes: one side of one layer, all tokens."""
+        return self.blob.numel() * self.blob.element_size() // len(self.pages.tensors)
+
     @cached_property
     def alignment_bytes(self) -> int:
         """What every address, stride and contiguous run of pages and chunk is a multiple of."""

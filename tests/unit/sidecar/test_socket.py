@@ -249,4 +249,4 @@ def test_damage_in_the_arena_is_a_miss(sidecar: RunningSocket) -> None:
         chunk.release()
         assert int(engine.retrieve(tokens, kvcaches=target).sum()) == CHUNK_SIZE
         assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
-    assert_equal_prefix(target, kv, CHUNK_SIZE)
+    assert_equal_prefix(target, kv, CHUNK_SIZE, num_spoiled=CHUNK_SIZE)

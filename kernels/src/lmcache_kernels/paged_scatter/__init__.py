@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 
 from lmcache_kernels.paged_copy import PagedCopy, checked_copy
@@ -9,7 +12,7 @@ from lmcache_kernels.paged_scatter.host import paged_scatter_host
 from lmcache_kernels.paged_scatter.reference import paged_scatter_reference
 from lmcache_kernels.pages import Pages
 
-__all__ = ["paged_scatter", "paged_scatter_reference", "run_paged_scatter"]
+__all__ = ["paged_scatter", "paged_scatter_reference", "paged_scatter_steps"]
 
 
 def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
@@ -24,19 +27,25 @@ def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) 
     Raises:
         KernelInputError: The tensors do not fit together, or a slot does not exist or occurs twice; the pages are untouched.
     """
-    run_paged_scatter(checked_copy(pages, slot_mapping, blob, writes_pages=True))
+    deque(paged_scatter_steps(checked_copy(pages, slot_mapping, blob, writes_pages=True)), maxlen=0)
 
 
-def run_paged_scatter(copy: PagedCopy) -> None:
-    """`paged_scatter` of what has been checked: for callers who check several copies before they run the first."""
+def paged_scatter_steps(copy: PagedCopy) -> Iterator[int]:
+    """`paged_scatter` of what has been checked, step by step: for callers who check several copies first, or follow the copy with more.
+
+    Yields:
+        How many of the pages, from the first, are filled from the chunk; on a device once, when all are on their way.
+    """
     if copy.num_tokens == 0:
         return
     if copy.pages.device.type == "cpu":
-        paged_scatter_host(copy)
-    elif copy.pages.device.type != "cuda":
+        yield from paged_scatter_host(copy)
+        return
+    if copy.pages.device.type != "cuda":
         paged_scatter_reference(copy)
     else:
         from lmcache_kernels.paged_scatter.kernel import launch
 
         with torch.cuda.device(copy.pages.device):
             launch(copy)
+    yield len(copy.pages.tensors)

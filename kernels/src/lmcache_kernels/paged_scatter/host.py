@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lmcache_kernels.paged_copy import PagedCopy
 from lmcache_kernels.slot_runs import find_runs
 
 
-def paged_scatter_host(copy: PagedCopy) -> None:
-    """As `paged_scatter_reference`; at least one token.
+def paged_scatter_host(copy: PagedCopy) -> Iterator[int]:
+    """As `paged_scatter_reference`, one of the pages after the other; at least one token.
 
     The assignment by index is numpy's, which copies a unit in one piece; torch's goes element by element and takes three times as long.
+
+    Yields:
+        How many of the pages, from the first, have their part of the chunk.
     """
     runs = find_runs(copy.slots.numpy(), copy.pages.block_size)
     with torch.inference_mode():
@@ -24,8 +29,10 @@ def paged_scatter_host(copy: PagedCopy) -> None:
         cuts = copy.unit_views(runs.unit)
         index = {apart: runs.blocks * apart + runs.places for apart in {cut[1] for cut in cuts if cut is not None}}
         units = copy.blob_units(runs.begin, runs.end, runs.unit).numpy()
-        for page, cut, source in zip(pages, cuts, units, strict=True):
+    for done, (page, cut, source) in enumerate(zip(pages, cuts, units, strict=True), 1):
+        with torch.inference_mode():  # not around the yield: it would hold for the caller too
             if cut is not None:
                 cut[0].numpy()[index[cut[1]]] = source
             else:
                 page.numpy()[runs.token_slots()] = source.reshape(-1, *page.shape[2:])
+        yield done

@@ -35,7 +35,7 @@ class ChunkStore(Protocol):
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Make filled memory visible under its key. The caller still owns its references."""
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
         """The longest prefix of these chunks that can be had in time, verified. Each goes to `release` when it has been copied.
 
         What is missing is counted with its reason.
@@ -43,7 +43,11 @@ class ChunkStore(Protocol):
         Args:
             keys: Their names.
             recompute_s: What computing one chunk anew costs, as far as is known: what takes longer to load is a miss.
+            check_later: Leave chunks whose digest is due `is_unchecked`: the caller compares it beside its copy, and calls `reject`.
         """
+
+    def reject(self, chunk: Chunk) -> None:
+        """The bytes of that chunk do not have its digest: it is not served again if that can be helped. Still to be released."""
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
         """Drop chunks that nobody will ask for again, where that is cheap; the others age like any."""

@@ -132,7 +132,8 @@ class LMCacheEngine:
             **kwargs: For the GPU connector, for example `kvcaches`.
 
         Returns:
-            Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
+            Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine. Behind these, memory that was meant
+            for this KV may hold parts of a chunk that turned out damaged: it is to be computed in any case.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from itertools import takewhile
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
-from lmcache_core.gpu_connectors.base import DescribesTensors, GPUConnectorInterface
+from lmcache_core.engine.digests import FillingDigest, FollowingDigest
+from lmcache_core.gpu_connectors.base import DescribesTensors, GPUConnectorInterface, OrderedGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
@@ -57,6 +58,7 @@ class KVTransfer:
         self._store = store
         self._gpu_connector = gpu_connector
         self._describes = gpu_connector if isinstance(gpu_connector, DescribesTensors) else None
+        self._is_ordered = isinstance(gpu_connector, OrderedGPUConnector)
         self._dtype = metadata.kv_dtype_name
         self._counters = counters
         self._workers = workers
@@ -66,18 +68,17 @@ class KVTransfer:
         shapes = [self._gpu_connector.get_shape(end - start) for start, end, _ in named]
         reserved = self._store.reserve(shapes, self._dtype)
         put: list[Chunk] = []
-        digests: list[Future[Chunk]] = []
+        digests: list[Future[bytes]] = []
         try:
             filled: list[Chunk] = []
             for (start, end, key), memory in zip(named, takewhile(lambda obj: obj is not None, reserved), strict=False):
                 assert memory is not None
-                self._gpu_connector.from_gpu(memory, start, end, **kwargs)
+                if self._store.needs_digests:
+                    digests.append(self._fill_and_digest(memory, start, end, kwargs))
+                else:
+                    self._gpu_connector.from_gpu(memory, start, end, **kwargs)
                 filled.append(self._describe(key, memory, end - start))
-                if self._store.needs_digests:  # this chunk's, in a thread, while the next one is copied
-                    digests.append(self._workers.submit(filled[-1].sealed))
-            for digest in digests:
-                digest.result()
-            put = filled
+            put = [chunk.sealed_with(digest.result()) for chunk, digest in zip(filled, digests, strict=True)] if digests else filled
             self._count_stored(put, self._store.put(put), len(named))
         finally:
             wait(digests)  # memory that is given back must not be read any more
@@ -95,15 +96,17 @@ class KVTransfer:
         Returns:
             How many, from the first, are there now.
         """
-        chunks = self._store.get([key for _, _, key in named], recompute_s)
+        chunks = self._store.get([key for _, _, key in named], recompute_s, check_later=True)
         num_loaded = 0
         try:
             for (start, end, key), chunk in zip(named, chunks, strict=False):
                 reason = self._misfit(chunk, key, end - start)
+                if reason is None and not self._copy(chunk, start, end, kwargs):
+                    reason = MissReason.CORRUPT
+                    self._store.reject(chunk)
                 if reason is not None:
                     self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
                     break
-                self._gpu_connector.to_gpu(self._as_kv(chunk, end - start), start, end, **kwargs)
                 num_loaded += 1
         finally:
             were_held = self._store.release(chunks)
@@ -134,6 +137,30 @@ class KVTransfer:
         finally:
             self._store.release(chunks)
             self._store.forget([key])
+
+    def _fill_and_digest(self, memory: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> Future[bytes]:
+        """Copy a chunk out of the serving engine; its digest follows in another thread."""
+        digest = FillingDigest(memory.byte_array, self._workers)
+        try:
+            self._gpu_connector.from_gpu(memory, start, end, **self._followed(kwargs, digest.filled))
+            return digest.finish()
+        except BaseException:
+            digest.abandon()
+            raise
+
+    def _copy(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any]) -> bool:
+        """Copy a chunk into the serving engine; False when its bytes do not have its digest, where that was still to be checked."""
+        kv = self._as_kv(chunk, end - start)
+        if not chunk.is_unchecked:
+            self._gpu_connector.to_gpu(kv, start, end, **kwargs)
+            return True
+        digest = FollowingDigest(chunk.memory.byte_array)
+        self._gpu_connector.to_gpu(kv, start, end, **self._followed(kwargs, digest.copied))
+        return digest.finish() == chunk.header.digest
+
+    def _followed(self, kwargs: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
+        """The connector's arguments, so that it tells how far it is, if it can."""
+        return {**kwargs, "progress": progress} if self._is_ordered else kwargs
 
     def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
         header = RecordHeader(key.canonical(), RAW_SERDE, "", False, self._tensors(num_tokens), UNSEALED_DIGEST)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.gpu_connectors.base import OrderedGPUConnector
 from lmcache_core.gpu_connectors.content import check_format, checked_tensor
 from lmcache_core.memory.base import MemoryObj
 
 Slices = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
+class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
     """For KV given as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads, head_size]` (any split of hidden_dim_size).
 
     Everything is checked before anything is written. Both directions have finished when they return.
@@ -30,14 +30,25 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.from_gpu`; needs `kvcaches`."""
-        for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=True)):
+        progress = kwargs.get("progress")
+        slices = self._slices(memory_obj, start, end, kwargs, is_filled=True)
+        step_bytes = memory_obj.get_size() // len(slices)
+        is_host = slices[0][0].device.type == "cpu"  # else nothing is filled before the device has finished
+        for i, (engine, chunk) in enumerate(slices, 1):
             chunk.copy_(engine, non_blocking=True)
+            if progress is not None and is_host:
+                progress(i * step_bytes)
         _finish(slices)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.to_gpu`; needs `kvcaches`."""
-        for engine, chunk in (slices := self._slices(memory_obj, start, end, kwargs, is_filled=False)):
+        progress = kwargs.get("progress")
+        slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)
+        step_bytes = memory_obj.get_size() // len(slices)
+        for i, (engine, chunk) in enumerate(slices, 1):
             engine.copy_(chunk, non_blocking=True)
+            if progress is not None:
+                progress(i * step_bytes)
         _finish(slices)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -45,7 +56,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
     def _slices(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any], is_filled: bool) -> Slices:
-        """The same tokens in engine memory and in the memory object, K and V of each layer, checked."""
+        """The same tokens in engine memory and in the memory object, K of every layer, then V, checked."""
         check_format(memory_obj)
         if kwargs.get("kvcaches") is None:
             raise ValueError("kvcaches is missing: pass the (K, V) tensors of every layer")
@@ -57,8 +68,8 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         shape, dtype = self._checked_sides(layers, end)
         blob = checked_tensor(memory_obj, self.get_shape(end - start), dtype, is_filled)
         keys, values = blob.view(2, self.num_layers, end - start, *shape[1:]).unbind(0)
-        chunks = zip(keys.unbind(0), values.unbind(0), strict=True)
-        return [(side[start:end], part) for pair, parts in zip(layers, chunks, strict=True) for side, part in zip(pair, parts, strict=True)]
+        sides = [pair[side][start:end] for side in range(2) for pair in layers]  # the order in which the memory object has them
+        return list(zip(sides, (*keys.unbind(0), *values.unbind(0)), strict=True))
 
     def _checked_sides(self, layers: list[tuple[torch.Tensor, ...]], end: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of K and V, which all layers have in common."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from lmcache_kernels.errors import KernelInputError
 from lmcache_kernels.paged_copy import PagedCopy, checked_copy
-from lmcache_kernels.paged_gather import run_paged_gather
-from lmcache_kernels.paged_scatter import run_paged_scatter
+from lmcache_kernels.paged_gather import paged_gather_steps
+from lmcache_kernels.paged_scatter import paged_scatter_steps
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.gpu_connectors.base import OrderedGPUConnector
 from lmcache_core.gpu_connectors.binding import Binding, BindingCache, bind_declared, bind_pairs
 from lmcache_core.gpu_connectors.content import check_format, checked_tensor
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
@@ -22,7 +22,7 @@ from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.record import TensorSpec
 
 
-class PagedConnector(GPUConnectorInterface):
+class PagedConnector(OrderedGPUConnector):
     """What the connectors for paged memory have in common: check everything, copy all layers, wait.
 
     Everything is checked before anything is written: on an error memory object and pages are untouched. The memory object may be on the
@@ -44,13 +44,16 @@ class PagedConnector(GPUConnectorInterface):
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`."""
         check_format(memory_obj)
+        progress = kwargs.get("progress")
         binding, slots = self._engine_side(start, end, kwargs)
         content = _content(memory_obj, binding.layout, end - start, is_filled=False)
         with self._staging.near(content, binding, end - start) as staged:
             if staged is not content:
                 staged.copy_(content, non_blocking=True)
-            for copy in _copies(binding, slots, staged, (start, end), writes_pages=True):
-                run_paged_scatter(copy)
+            for offset, copy in _copies(binding, slots, staged, (start, end), writes_pages=True):
+                for num_pages in paged_scatter_steps(copy):
+                    if progress is not None:
+                        progress(offset + num_pages * copy.page_bytes)
             _finish(binding.device)
 
     def binding_of(self, kvcaches: Any) -> Binding:
@@ -69,14 +72,18 @@ class PagedConnector(GPUConnectorInterface):
 
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
         """`from_gpu` of a memory object of any format."""
+        progress = kwargs.get("progress")
         binding, slots = self._engine_side(start, end, kwargs)
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
         with self._staging.near(content, binding, end - start) as staged:
+            is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = _copies(binding, slots, staged, (start, end), writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
                 staged[gap].zero_()  # the digest covers these bytes, and what lay there before is nobody's business
-            for copy in copies:
-                run_paged_gather(copy)
+            for offset, copy in copies:
+                for num_pages in paged_gather_steps(copy):
+                    if progress is not None and is_filled_at_once:
+                        progress(offset + num_pages * copy.page_bytes)
             if staged is not content:
                 content.copy_(staged, non_blocking=True)
             _finish(binding.device)
@@ -201,17 +208,21 @@ def _content(memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled
 
 def _copies(
     binding: Binding, slots: Sequence[torch.Tensor], staged: torch.Tensor, tokens: tuple[int, int], writes_pages: bool
-) -> list[PagedCopy]:
-    """One copy for each group, all checked."""
+) -> list[tuple[int, PagedCopy]]:
+    """One copy for each group, all checked, and where it begins in the chunk, bytes."""
     specs = binding.layout.tensor_specs(tokens[1] - tokens[0])
     try:
         return [
-            checked_copy(pages, mapping, staged[spec.offset : spec.offset + spec.length].view(pages.dtype).view(spec.shape), writes_pages)
+            (spec.offset, checked_copy(pages, mapping, _part_of(staged, spec).view(pages.dtype).view(spec.shape), writes_pages))
             for pages, mapping, spec in zip(binding.pages, slots, specs, strict=True)
         ]
     except KernelInputError as exc:
         hint = "-1 marks the engine's own prefix, which these tokens must not overlap"
         raise LayoutError(f"tokens [{tokens[0]}, {tokens[1]}): {exc} ({hint})") from exc
+
+
+def _part_of(staged: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return staged[spec.offset : spec.offset + spec.length]
 
 
 def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:

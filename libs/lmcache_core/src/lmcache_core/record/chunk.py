@@ -51,9 +51,12 @@ class Chunk:
         memory: Its payload, `byte_array` of exactly the record's payload length. Never changed while the chunk lives.
         tier: Name of the tier that it came from.
         stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
+
+    Attributes:
+        is_unchecked: Whoever copies the payload must compare its digest (`unchecked`).
     """
 
-    __slots__ = ("_head", "_header", "_seal_lock", "key", "memory", "stored_at", "tier")
+    __slots__ = ("_head", "_header", "_seal_lock", "is_unchecked", "key", "memory", "stored_at", "tier")
 
     def __init__(
         self, key: ChunkKey, header: RecordHeader, head: bytes | None, memory: MemoryObj, tier: str, stored_at: float | None = None
@@ -62,6 +65,7 @@ class Chunk:
         self.memory = memory
         self.tier = tier
         self.stored_at = stored_at
+        self.is_unchecked = False
         self._header = header
         self._head = head
         self._seal_lock = threading.Lock()
@@ -113,10 +117,22 @@ class Chunk:
                     self._head = encode_head(self._header, len(payload))
         return self
 
+    def sealed_with(self, digest: bytes) -> Chunk:
+        """This chunk, sealed with the digest of its payload, which the caller has computed."""
+        self._header = msgspec.structs.replace(self._header, digest=digest)
+        self._head = encode_head(self._header, self.memory.get_size())
+        return self
+
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
         """The same chunk in that memory (equal bytes, a reference of its own) of that tier."""
         head = self._head  # before the header: another thread that seals it sets the header first, and the two must fit
         return Chunk(self.key, self._header, head, memory, tier, self.stored_at)
+
+    def unchecked(self) -> Chunk:
+        """This chunk (and its reference), to be checked by whoever copies its payload."""
+        chunk = self.moved(self.memory, self.tier)
+        chunk.is_unchecked = True
+        return chunk
 
     def release(self) -> None:
         """Give this chunk's reference back."""

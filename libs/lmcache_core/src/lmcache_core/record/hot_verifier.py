@@ -39,12 +39,13 @@ class HotVerifier:
 
     def num_intact(self, chunks: Sequence[Chunk], workers: Workers) -> int:
         """How many of them, from the first, did not turn out damaged; the checks run side by side."""
-        chosen = [i for i, _ in enumerate(chunks) if self._chooses()]
+        chosen = [i for i, _ in enumerate(chunks) if self.chooses()]
         checks = [workers.submit(_is_intact, chunks[i]) for i in chosen]
         verdicts = [check.result() for check in checks]  # all of them: the caller gives the memory back when this returns
         return next((i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks))
 
-    def _chooses(self) -> bool:
+    def chooses(self) -> bool:
+        """Whether the next chunk is one of those that are checked."""
         return self.mode == "always" or (self.mode == "sampled" and next(self._turns) % SAMPLE_INTERVAL == 0)
 
 

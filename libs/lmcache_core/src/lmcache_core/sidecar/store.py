@@ -115,20 +115,24 @@ class SidecarChunkStore:
             stored += [False] * len(batch) if answer is None else answer.stored
         return stored
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
         """See `ChunkStore.get`."""
         connection = self._link.connection
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
         while connection is not None and len(chunks) < len(keys):
             batch = keys[len(chunks) : len(chunks) + m.MAX_BATCH]
-            good, reason = self._pin(connection, batch, recompute_s)
+            good, reason = self._pin(connection, batch, recompute_s, check_later)
             chunks += good
             if len(good) < len(batch):
                 break
         if len(chunks) < len(keys):
             self._counters.add(MISSED_CHUNKS_TOTAL, len(keys) - len(chunks), reason)
         return chunks
+
+    def reject(self, chunk: Chunk) -> None:
+        """See `ChunkStore.reject`: the chunk is the sidecar's; every load from its arena is checked as this one was."""
+        logger.warning("chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash)
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
@@ -175,7 +179,9 @@ class SidecarChunkStore:
             connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
         return extents
 
-    def _pin(self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], recompute_s: float | None) -> tuple[list[Chunk], str]:
+    def _pin(
+        self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], recompute_s: float | None, check_later: bool
+    ) -> tuple[list[Chunk], str]:
         recompute_us = 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
         request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms, recompute_us)
         good: list[Chunk] = []
@@ -191,9 +197,12 @@ class SidecarChunkStore:
                     reason = MissReason.CORRUPT
                     break
                 good.append(chunk)
-            num_intact = connection.verifier.num_intact(good, self._workers)
-            if num_intact < len(good):
-                good, reason = good[:num_intact], MissReason.CORRUPT
+            if check_later:
+                good = [chunk.unchecked() if connection.verifier.chooses() else chunk for chunk in good]
+            else:
+                num_intact = connection.verifier.num_intact(good, self._workers)
+                if num_intact < len(good):
+                    good, reason = good[:num_intact], MissReason.CORRUPT
             rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
             if rejected:
                 self._ask(connection, m.Release(rejected), m.ReleaseOk)

@@ -127,7 +127,7 @@ class StorageManager:
         kept = None if stack is None else self._wait(stack.batched_put(chunks), self._timeout_s)
         return [False] * len(chunks) if kept is None else kept
 
-    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None) -> list[Chunk]:
+    def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
         """See `ChunkStore.get`."""
         stack, names = self._stack, _names(keys)
         results = None if stack is None else self._all_from_hot(names)
@@ -135,7 +135,11 @@ class StorageManager:
             limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(names))
             work = stack.batched_get(names, self._timeout_s, prefix_only=True, recompute_s=recompute_s)
             results = self._wait(work, limit_s, _release_all)
-        return self._intact_prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results)
+        return self._prefix([Miss(MissReason.UNAVAILABLE)] * len(names) if results is None else results, check_later)
+
+    def reject(self, chunk: Chunk) -> None:
+        """See `ChunkStore.reject`."""
+        self._hot.remove_many([chunk.key])
 
     def evict(self, keys: Sequence[CacheEngineKey]) -> int:
         """Forget chunks in the tiers of this process (host memory and disk), also where they are on their way; how many there were."""
@@ -196,22 +200,31 @@ class StorageManager:
             return None
         return results
 
-    def _intact_prefix(self, results: Sequence[Result]) -> list[Chunk]:
+    def _prefix(self, results: Sequence[Result], check_later: bool) -> list[Chunk]:
         """The chunks in front of the first miss and of the first that is damaged in host memory; the others are given back and counted."""
         chunks = list(_leading_chunks(results))
+        if check_later:
+            chunks = [c.unchecked() if c.tier == self._hot.name and self._verifier.chooses() else c for c in chunks]
+            self._count_first_miss(results, len(chunks))
+            _release_all(results[len(chunks) :])
+            return chunks
         from_hot = [i for i, chunk in enumerate(chunks) if chunk.tier == self._hot.name]
         num_intact = self._verifier.num_intact([chunks[i] for i in from_hot], self._workers)
         num_good = len(chunks)
         if num_intact < len(from_hot):
             num_good = from_hot[num_intact]
             self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_good, MissReason.CORRUPT)
-            self._hot.remove_many([chunks[num_good].key])
-        elif num_good < len(results):
-            first = results[num_good]
-            assert isinstance(first, Miss)
-            self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_good, first.reason)
+            self.reject(chunks[num_good])
+        else:
+            self._count_first_miss(results, num_good)
         _release_all(results[num_good:])
         return chunks[:num_good]
+
+    def _count_first_miss(self, results: Sequence[Result], num_chunks: int) -> None:
+        if num_chunks < len(results):
+            first = results[num_chunks]
+            assert isinstance(first, Miss)
+            self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_chunks, first.reason)
 
 
 def _release_all(results: Sequence[Result]) -> None:

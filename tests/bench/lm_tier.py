@@ -12,7 +12,6 @@ from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, encode_head, payload_digest, raw_header
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
@@ -84,11 +83,3 @@ def lm_figures(directory: Path, limit: Figure) -> list[Figure]:
             "the same; the event loop's receive path against a bare recv_into",
         )
         return Bench(runner.run, backend).measure("lm:// to cache_storage", (limit, limit), notes)
-
-
-def disk_figures(directory: Path, limits: tuple[Figure, Figure]) -> list[Figure]:
-    """One file a chunk, no fsync, read back from the page cache."""
-    with asyncio.Runner() as runner:
-        backend = LocalDiskBackend(directory / "disk", 2 * TOTAL_BYTES)
-        notes = ("digest, reservation and rename beside the write", "digest of every byte beside the read")
-        return Bench(runner.run, backend).measure("disk", limits, notes)
