@@ -56,3 +56,37 @@ def test_strided_layers_are_read_and_written(connector, allocator):
         connector.to_gpu(memory, 0, TOKENS, kvcaches=target)
     assert same([t.contiguous().view(torch.uint8) for layer in target for t in layer], snapshot(source))
     assert not any(t[..., HEAD_SIZE:].any() for t in wide)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_tensors_of_any_mode_are_read_and_written(connector, allocator, mode, is_trained):
+    with mode():
+        engine, target = (
+            tuple(tuple(side.clone().requires_grad_(is_trained) for side in layer) for layer in caches(torch.float32, seed))
+            for seed in (0, 1)
+        )
+    wanted = [side.detach().clone() for layer in engine for side in layer]
+    with allocator.allocate(connector.get_shape(TOKENS), torch.float32) as memory:
+        connector.from_gpu(memory, 0, TOKENS, kvcaches=engine)
+        connector.to_gpu(memory, 0, TOKENS, kvcaches=target)
+    for side, then in zip((side for layer in target for side in layer), wanted, strict=True):
+        assert torch.equal(side.detach().view(torch.uint8), then.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(lambda k, v: (k, k), id="K is V"),
+        pytest.param(lambda k, v: (k, v[:1].expand_as(v)), id="all tokens are one"),
+        pytest.param(lambda k, v: (k, v[:, :1].expand_as(v)), id="all heads are one"),
+        pytest.param(lambda k, v: (k, v.view(-1).as_strided(v.shape, (HIDDEN - 1, HEAD_SIZE, 1))), id="tokens overlap"),
+        pytest.param(lambda k, v: (k, v.view(torch.int16).numpy()), id="not a tensor"),
+    ],
+)
+def test_memory_that_cannot_hold_what_is_to_be_written_is_untouched(connector, allocator, last):
+    layers = caches()
+    before = snapshot(layers)
+    with allocator.allocate(connector.get_shape(TOKENS), torch.bfloat16) as memory, pytest.raises(ValueError, match="kvcaches"):
+        connector.to_gpu(memory, 0, TOKENS, kvcaches=[*layers[:-1], last(*layers[-1])])
+    assert same(snapshot(layers), before)
