@@ -137,7 +137,7 @@ def engine_figures(verify_hot: str, limit: Figure) -> list[Figure]:
     finally:
         engine.close()
     name = f"hot tier, embedded, paged, verify_hot {verify_hot}"
-    notes = ("gather and digest, one after the other", "scatter and digest" if verify_hot == "always" else "scatter alone")
+    notes = ("gather; the digest follows", "scatter, and the digest right behind it") if verify_hot == "always" else ("gather", "scatter")
     return [
         Figure(f"{name}: {what}", TOTAL_BYTES, of_what, limit, note)
         for what, of_what, note in zip(("store", "retrieve"), seconds, notes, strict=True)
