@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import lmcache_core.storage.stack as stack_module
 import pytest
+from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk
 from lmcache_core.storage.disk import LocalDiskBackend
@@ -112,3 +114,84 @@ async def test_writing_goes_on_after_a_bug(stack: TierStack, disk: HeldDisk, cap
     disk.bug = None
     assert await stack.drain(5.0)
     assert sum(await disk.batched_contains([make_key(i) for i in range(NUM_CHUNKS)])) == NUM_CHUNKS - BATCH_CHUNKS
+
+
+async def test_a_chunk_stays_hot_until_its_write_has_arrived(stack: TierStack, disk: HeldDisk) -> None:
+    """Or a reader would see it go, and come back with the write."""
+    await fill(stack, disk)
+    removal = asyncio.ensure_future(stack.batched_remove([make_key(0)]))
+    await asyncio.sleep(0.01)
+    assert stack.hot.contains_many([make_key(0)]) == [True]
+    disk.may_write.set()
+    assert await removal == 1
+    assert await held(stack, disk) == set(range(1, NUM_CHUNKS))
+
+
+async def test_a_write_that_outlasts_the_removal_is_taken_back(stack: TierStack, disk: HeldDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_module, "DEFAULT_TIMEOUT_S", 0.02)
+    await fill(stack, disk)
+    assert await stack.batched_remove([make_key(0), make_key(1)]) == 2
+    disk.may_write.set()
+    assert await held(stack, disk) == set(range(2, NUM_CHUNKS))
+
+
+class SlowToForget(HeldDisk):
+    """A disk tier whose removals wait, before and after the files are gone."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.may_write.set()
+        self.is_asked, self.may_forget, self.has_forgotten, self.may_answer = (asyncio.Event() for _ in range(4))
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        self.is_asked.set()
+        await self.may_forget.wait()
+        num_removed = await super().batched_remove(keys)
+        self.has_forgotten.set()
+        await self.may_answer.wait()
+        return num_removed
+
+
+@pytest.mark.parametrize("keep_hot", [True, False])
+@pytest.mark.parametrize("comes_late", [True, False])
+async def test_what_is_put_during_a_removal_is_put_after_it(tmp_path: Path, keep_hot: bool, comes_late: bool) -> None:
+    arena, disk = ArenaAllocator.anonymous(1 << 20), SlowToForget(tmp_path)
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=keep_hot)
+    await stack.open()
+    await stack.batched_put([make_chunk(0)])
+    assert await stack.drain(5.0)
+    removal = asyncio.ensure_future(stack.batched_remove([make_key(0)]))
+    await disk.is_asked.wait()
+    if comes_late:
+        disk.may_forget.set()
+        await disk.has_forgotten.wait()
+    assert await stack.batched_put([make_chunk(0)]) == [True]
+    assert stack.hot.contains_many([make_key(0)]) == [keep_hot]
+    disk.may_forget.set()
+    disk.may_answer.set()
+    assert await removal == 1
+    assert await stack.drain(5.0)
+    assert stack.hot.contains_many([make_key(0)]) == [keep_hot]
+    assert await disk.batched_contains([make_key(0)]) == [True]
+    await stack.close()
+    assert arena.used_bytes == 0
+
+
+async def test_what_is_read_during_a_removal_is_served_and_not_kept(tmp_path: Path) -> None:
+    arena, disk = ArenaAllocator.anonymous(1 << 20), SlowToForget(tmp_path)
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk])
+    await stack.open()
+    await stack.batched_put([make_chunk(0)])
+    assert await stack.drain(5.0)
+    removal = asyncio.ensure_future(stack.batched_remove([make_key(0)]))
+    await disk.is_asked.wait()
+    (result,) = await stack.batched_get([make_key(0)])
+    assert isinstance(result, Chunk), "the disk still has it"
+    result.release()
+    assert stack.hot.contains_many([make_key(0)]) == [False]
+    disk.may_forget.set()
+    disk.may_answer.set()
+    assert await removal == 1
+    assert await stack.batched_tiers([make_key(0)]) == [None]
+    await stack.close()
+    assert arena.used_bytes == 0
