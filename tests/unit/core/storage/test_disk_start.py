@@ -97,7 +97,12 @@ def a_link(path):
     path.symlink_to(elsewhere)
 
 
-DAMAGES = [short, long, empty, damaged_head, another_version, under_another_name, a_directory, a_link]
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [short, long, empty, damaged_head, another_version, under_another_name, a_directory, a_link, a_pipe]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

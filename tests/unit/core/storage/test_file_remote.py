@@ -212,6 +212,9 @@ async def test_foreign_things_in_the_place_of_a_record_are_misses(tier, tmp_path
     path.symlink_to(tmp_path / "elsewhere")
     assert await get(tier, "a") == [MissReason.CORRUPT], "links are not followed"
     path.unlink()
+    os.mkfifo(path)
+    assert await get(tier, "a") == [MissReason.CORRUPT], "pipes are not waited for"
+    path.unlink()
     path.parent.rmdir()
     path.parent.write_bytes(b"a file where a directory should be")
     assert await get(tier, "a") == [MissReason.NEVER_STORED]

@@ -64,8 +64,8 @@ class DiskFiles:
         path.unlink(missing_ok=True)
 
     def open(self, path: Path) -> int:
-        """A descriptor for reading a file; links are not followed."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """A descriptor for reading a file; links are not followed, and a pipe that lies there instead is not waited for."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
         """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than it holds if the file ends before."""
