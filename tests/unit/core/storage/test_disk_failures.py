@@ -127,6 +127,27 @@ async def test_a_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files
     assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
 
 
+async def test_one_file_that_cannot_be_removed_does_not_stop_the_others(disk, files, clock, monkeypatch):
+    for name in range(NUM_SLOTS):
+        assert await disk.batched_put([make_chunk(name)]) == [True]
+    stuck = disk._layout.record(make_key(0))
+
+    def unlink(path):
+        if path == stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        DiskFiles.unlink(files, path)
+
+    monkeypatch.setattr(files, "unlink", unlink)
+    kept = []
+    for name in range(10, 14):
+        kept += await disk.batched_put([make_chunk(name)])
+        clock.now += MAX_PAUSE_S
+    assert kept == [False, True, True, True]
+    arena = Arena()
+    assert payload_of((await disk.batched_get([make_key(0)], arena))[0]) == make_payload(0)
+    disk.check_integrity()
+
+
 async def test_a_half_written_file_that_cannot_be_removed_stays_charged(disk, files, clock):
     files.failing = {"write": errno.EIO, "unlink": errno.EIO}
     assert await disk.batched_put([make_chunk("a")]) == [False]

@@ -85,7 +85,11 @@ class DiskRoom:
         key = self._index.victim(tenant if is_own else None)
         if key is None:
             return False
-        self._files.unlink(self._layout.record(key))
+        try:
+            self._files.unlink(self._layout.record(key))
+        except OSError:
+            self._index.find(key)  # an access, so that the next write tries another one
+            raise
         self._index.evict(key)
         self._on_removed(key)
         return True
