@@ -74,7 +74,7 @@ class PagedCopy:
         return narrowed
 
 
-def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool) -> PagedCopy:
+def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool, once: bool = False) -> PagedCopy:
     """Check chunk and slots against the pages. Waits for the device when the slots are on one.
 
     Args:
@@ -82,9 +82,10 @@ def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, w
         slot_mapping: int64 `[num_tokens]`, on the pages' device or the CPU.
         blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages' dtype and device.
         writes_pages: Also demand that no slot occurs twice and no two page tensors are the same memory.
+        once: Demand that no slot occurs twice although the pages are only read.
 
     Raises:
-        KernelInputError: They do not fit together, a slot does not exist or (with `writes_pages`) is not alone.
+        KernelInputError: They do not fit together, a slot does not exist or (with `writes_pages` or `once`) is not alone.
     """
     if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
         raise KernelInputError(f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
@@ -100,7 +101,7 @@ def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, w
         raise KernelInputError("two of the keys and values are the same memory: what would be written there is ambiguous")
     slots = slot_mapping.contiguous()
     if slots.shape[0]:
-        _check_slots(slots, pages.num_slots, once=writes_pages)
+        _check_slots(slots, pages.num_slots, once=once or writes_pages)
     return PagedCopy(pages, slots.to(pages.device), blob)
 
 
@@ -113,4 +114,4 @@ def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
     if low < 0 or high >= num_slots:
         raise KernelInputError(f"slot_mapping holds {low if low < 0 else high}; the slots of these pages are 0 … {num_slots - 1}")
     if any(repeats):
-        raise KernelInputError(f"slot_mapping names {repeats[0]} slots more than once: what would be written there is ambiguous")
+        raise KernelInputError(f"slot_mapping names {repeats[0]} slots more than once: a slot has the KV of one token")

@@ -8,9 +8,18 @@ import sys
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import GPUConnectorInterface, LogicalMemory, Packing, VLLMPagedMemGPUConnector, VLLMPagedMemGPUConnectorV2
+from lmcache_core.gpu_connectors import (
+    GPUConnectorInterface,
+    KVLayout,
+    LayerGroup,
+    LogicalMemory,
+    Packing,
+    PagedGPUConnector,
+    VLLMPagedMemGPUConnector,
+    VLLMPagedMemGPUConnectorV2,
+)
 from lmcache_core.testing.connector_suite import SLOTS, make_memory
-from lmcache_core.testing.kv_caches import make_kv_caches, one_group
+from lmcache_core.testing.kv_caches import make_kv_caches, one_group, same, snapshot
 
 HIDDEN, NUM_LAYERS = 15, 2
 LAYOUT = one_group(packing=Packing.KV_FIRST)
@@ -93,3 +102,20 @@ def test_pages_on_a_gpu_go_through_host_memory(options, is_on_device):
     for slot in SLOTS[4:]:
         got, wanted = (LogicalMemory(LAYOUT, engine).read(0, 1, slot).view(torch.uint8) for engine in (target, source))
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
+def test_a_block_is_not_of_two_groups_that_lie_in_the_same_memory(method):
+    connector = PagedGPUConnector(KVLayout(tuple(LayerGroup(name, 1, 3, 5, "bfloat16", packing="kv_first") for name in ("full", "window"))))
+    page = make_kv_caches(LAYOUT, 1)[0]
+    memory = make_memory(connector.get_shape(4), "bfloat16")
+    before, content = snapshot([page]), bytes(memory.byte_array)
+    for slots in ([0, 1, 2, 3], [12, 13, 14, 3]):
+        mappings = [torch.tensor([0, 1, 2, 4]), torch.tensor(slots)]
+        with pytest.raises(LayoutError, match="'full' and 'window' are the same memory and both have block 0"):
+            getattr(connector, method)(memory, 0, 4, kvcaches=[page, page], slot_mapping=mappings)
+    assert same(snapshot([page]), before)
+    assert bytes(memory.byte_array) == content
+    apart = [torch.tensor([0, 1, 2, 4]), torch.tensor([12, 13, 8, 15])]
+    getattr(connector, method)(memory, 0, 4, kvcaches=[page, page], slot_mapping=apart)
+    getattr(connector, method)(memory, 0, 4, kvcaches=[page, page.clone()], slot_mapping=apart[0])

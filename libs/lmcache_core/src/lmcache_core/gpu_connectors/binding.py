@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -32,6 +34,12 @@ class Binding:
     def device(self) -> torch.device:
         """Where the pages are."""
         return self.pages[0].device
+
+    @cached_property
+    def sharing(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of groups that lie in the same memory, by their numbers: a block belongs to one of them."""
+        starts = [{page.data_ptr() for page in pages.tensors} for pages in self.pages]
+        return tuple((i, j) for i, j in combinations(range(len(starts)), 2) if starts[i] & starts[j])
 
 
 class BindingCache:

@@ -100,7 +100,8 @@ class PagedGPUConnector(PagedConnector):
     - `kvcaches`: the tensors of every layer as `KVLayout` declares them, group after group; or by layer name (`LayerGroup.layers`).
     - `slot_mapping`: int64 `[num_tokens]` for the whole token sequence, `slot = block * block_size + offset`, on the pages' device or
       the CPU; one for all groups, or one for each group (a sequence in their order, or by group name). It begins with -1 for the tokens
-      whose KV the engine already has; `[start, end)` must not overlap them.
+      whose KV the engine already has; `[start, end)` must not overlap them, and names no slot twice. Where groups lie in the same
+      memory, as in hybrid models, a block belongs to one of them.
 
     A memory object holds one group as `[sides, num_layers, num_tokens, hidden]`; several groups as one flat tensor, each group's blob at
     a multiple of 512 bytes (`tensor_specs`), with zeros between them. Its format is KV_BLOB in both cases.
@@ -209,16 +210,27 @@ def _content(memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled
 def _copies(
     binding: Binding, slots: Sequence[torch.Tensor], staged: torch.Tensor, tokens: tuple[int, int], writes_pages: bool
 ) -> list[tuple[int, PagedCopy]]:
-    """One copy for each group, all checked, and where it begins in the chunk, bytes."""
+    """One copy for each group, all checked, and where it begins in the chunk, bytes.
+
+    A slot is one token's when it is only read, too: the other token would be kept with KV that is not its own.
+    """
     specs = binding.layout.tensor_specs(tokens[1] - tokens[0])
     try:
-        return [
-            (spec.offset, checked_copy(pages, mapping, _part_of(staged, spec).view(pages.dtype).view(spec.shape), writes_pages))
+        copies = [
+            (spec.offset, checked_copy(pages, mapping, _part_of(staged, spec).view(pages.dtype).view(spec.shape), writes_pages, once=True))
             for pages, mapping, spec in zip(binding.pages, slots, specs, strict=True)
         ]
     except KernelInputError as exc:
         hint = "-1 marks the engine's own prefix, which these tokens must not overlap"
         raise LayoutError(f"tokens [{tokens[0]}, {tokens[1]}): {exc} ({hint})") from exc
+    for pair in binding.sharing:
+        one, other = ({slot // binding.pages[i].block_size for slot in slots[i].tolist()} for i in pair)
+        if one & other:
+            names = " and ".join(repr(binding.layout.groups[i].name) for i in pair)
+            raise LayoutError(
+                f"tokens [{tokens[0]}, {tokens[1]}): the groups {names} are the same memory and both have block {min(one & other)}"
+            )
+    return copies
 
 
 def _part_of(staged: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
