@@ -187,7 +187,8 @@ class SidecarChunkStore:
         good: list[Chunk] = []
         connection.hold(len(keys))
         try:
-            answer = self._ask(connection, request, m.PinOk, self._timeout_s + CALL_MARGIN_S)
+            limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(keys))
+            answer = self._ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
             reason: str = _reason(answer.miss_reason)
