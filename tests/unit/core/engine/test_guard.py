@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lmcache_core.engine.guard import DegradingGuard, RaisingGuard
-from lmcache_core.errors import LayoutError, UnavailableError
+from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.storage.wrappers.base import WrapperBackend
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 from lmcache_core.token_database import ChunkedTokenDatabase
 
@@ -175,6 +177,22 @@ def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.M
         cache.check_nothing_held()
         monkeypatch.undo()
         assert retrieve(cache) == len(TOKENS)
+
+
+@pytest.mark.parametrize("error_handling", [True, False])
+def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(error_handling: bool, tmp_path: Path) -> None:
+    class Broken(WrapperBackend):
+        async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+            return [bool(int("no number"))]
+
+    with embedded_engine(tmp_path, wrap=Broken, error_handling=error_handling) as cache:
+        if error_handling:
+            assert cache.engine.lookup(TOKENS) == 0
+            assert failed(cache) == {"lookup": 1}
+        else:
+            with pytest.raises(LMCacheError, match="no number") as raised:
+                cache.engine.lookup(TOKENS)
+            assert not isinstance(raised.value, ValueError)
 
 
 @pytest.mark.parametrize("error_handling", [True, False])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lmcache_core.concurrency import LoopThread, Workers
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result
@@ -174,6 +174,8 @@ class StorageManager:
         except UnavailableError as exc:
             logger.warning("the tiers gave no answer: %s", exc)
             return None
+        except ValueError as exc:  # to the engine's caller that would mean that an argument is wrong
+            raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
         stack = TierStack(self._hot, self._lower, keep_hot=self._keep_hot)
