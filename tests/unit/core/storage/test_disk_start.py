@@ -159,8 +159,9 @@ async def test_damaged_files_of_earlier_runs_are_charged_and_bounded(tmp_path):
     await disk.close()
 
 
-async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch):
-    await fill(tmp_path, "a")
+async def being_read(root, monkeypatch) -> tuple[LocalDiskBackend, threading.Event]:
+    """A tier with the chunk "a" that goes on reading its directory when the event is set."""
+    await fill(root, "a")
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
     may_go_on = threading.Event()
 
@@ -169,7 +170,11 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
             may_go_on.wait(10)
             return super().list_directory(path)
 
-    disk = await opened(tmp_path, files=Slow())
+    return await opened(root, files=Slow()), may_go_on
+
+
+async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch):
+    disk, may_go_on = await being_read(tmp_path, monkeypatch)
     assert disk.stats()["is_loading"] == 1
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
     assert await disk.batched_put([make_chunk("b")]) == [False]
@@ -185,16 +190,7 @@ async def test_a_large_directory_is_read_in_the_background(tmp_path, monkeypatch
 
 
 async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
-    await fill(tmp_path, "a")
-    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
-    may_go_on = threading.Event()
-
-    class Slow(DiskFiles):
-        def list_directory(self, path):
-            may_go_on.wait(10)
-            return super().list_directory(path)
-
-    disk = await opened(tmp_path, files=Slow())
+    disk, may_go_on = await being_read(tmp_path, monkeypatch)
     removing = asyncio.ensure_future(asyncio.to_thread(disk.remove, make_key("a")))
     await asyncio.sleep(0.02)
     may_go_on.set()
