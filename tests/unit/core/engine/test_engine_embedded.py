@@ -268,3 +268,17 @@ def test_the_builder_keeps_one_engine_a_name() -> None:
         LMCacheEngineBuilder.destroy("one")
     assert LMCacheEngineBuilder.get("one") is None
     LMCacheEngineBuilder.destroy("one")
+
+
+def test_an_engine_with_a_disk_may_be_opened_again(tmp_path: Path) -> None:
+    config, metadata = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01), make_metadata()
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    engine = LMCacheEngine(config, metadata, HostMemoryAllocator(1 << 20), ChunkedTokenDatabase(config, metadata), connector)
+    tokens, kv = tokens_of(3 * CHUNK_SIZE), random_kv(3 * CHUNK_SIZE)
+    for turn in range(3):
+        engine.open()
+        target = empty_kv(len(tokens))
+        assert int(engine.retrieve(tokens, kvcaches=target).sum()) == (len(tokens) if turn else 0)
+        engine.store(tokens, kvcaches=kv)
+        engine.close()
+    assert_equal_prefix(target, kv, len(tokens))

@@ -12,7 +12,8 @@ FALL = 0.05
 """A faster prefill than believed is believed at once (deadlines become shorter: the safe side); a slower one may be queueing."""
 MAX_OPEN_PREFILLS = 256
 MAX_PREFILL_S = 60.0
-MIN_PREFILL_S = 1e-4
+MIN_PREFILL_S = 5e-3
+"""No model worth a cache is quicker: the KV that was stored then had been computed before."""
 MIN_PREFILL_TOKENS = 32
 """Fewer tell of what a prefill costs at least, not of its rate."""
 

@@ -47,6 +47,7 @@ class StorageManager:
         self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters, workers: Workers | None = None
     ) -> None:
         self._hot = LocalCPUBackend(memory_allocator, create_policy(config.eviction_policy), limits=TierLimits(ttl_s=config.chunk_ttl_s))
+        self._config = config
         self._lower = create_lower_tiers(config)
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
@@ -81,6 +82,7 @@ class StorageManager:
             with contextlib.suppress(UnavailableError):
                 self._loop.run(stack.close(self._close_drain_s), self._close_drain_s + MARGIN_S)
             self._loop.close()
+            self._lower = create_lower_tiers(self._config)  # a tier is opened once, an engine perhaps again
             self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
