@@ -81,6 +81,8 @@ def test_a_tier_that_has_recovered_is_judged_anew() -> None:
     for _ in range(30):
         cost.observe(0, 0, 2.0)
     observe(cost, 2)
+    assert cost.expected_s(2) is not None, "one quick read may be luck"
+    observe(cost, 2)
     assert cost.expected_s(2) is None, "what it cost before says nothing any more"
     observe(cost, *[2] * MIN_OBSERVATIONS)
     assert cost.expected_s(2) == pytest.approx(LATENCY_S + 2 * S_PER_CHUNK)

@@ -75,8 +75,10 @@ class LMCacheEngine:
 
     def close(self) -> None:
         """Finish or abandon background work and free everything. Idempotent."""
-        self._store.close()
-        self._workers.close()
+        try:
+            self._store.close()
+        finally:
+            self._workers.close()
 
     def attach(self, kvcaches: Any, engine_memory: EngineMemory) -> None:
         """Check, before the first request, that the connector for paged memory reads and writes it as the serving engine does.

@@ -15,12 +15,13 @@ BYTES_PER_GB = 1 << 30
 def create_lower_tiers(config: LMCacheEngineConfig) -> list[StorageBackend]:
     """The tiers behind host memory, fastest first, not opened.
 
-    Each is behind a breaker, since a disk can hang as well as a network, and measures what its reads cost.
+    Each counts and (at debug level) logs its calls, is behind a breaker, since a disk can hang as well as a network, and measures what
+    its reads cost.
 
     Raises:
         ConfigError: The token file cannot be read, or the URL is not one.
     """
-    from lmcache_core.storage.wrappers.breaker import BreakerBackend
+    from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend
     from lmcache_core.storage.wrappers.priced import PricedBackend
 
     tiers: list[StorageBackend] = []
@@ -37,7 +38,7 @@ def create_lower_tiers(config: LMCacheEngineConfig) -> list[StorageBackend]:
 
         token = None if config.remote_token_file is None else _read_token(Path(config.remote_token_file))
         tiers.append(create_remote_backend(config.remote_url, token, config.tier_timeout_s))
-    return [PricedBackend(BreakerBackend(tier)) for tier in tiers]
+    return [PricedBackend(BreakerBackend(LoggedBackend(MeteredBackend(tier)))) for tier in tiers]
 
 
 def _read_token(path: Path) -> str:

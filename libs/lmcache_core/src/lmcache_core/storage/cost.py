@@ -14,7 +14,8 @@ DECAY = 0.9
 MIN_OBSERVATIONS = 6
 """More than the failures in a row that open a breaker: a tier that hangs from the start is the breaker's affair, a slow one is ours."""
 RECOVERED_FACTOR = 4
-"""A read so many times cheaper than expected says that the tier is another one now: what it cost before is forgotten."""
+NUM_RECOVERED = 2
+"""So many reads in a row, each so many times cheaper than expected: the tier is another one now, and what it cost before is forgotten."""
 
 
 class ReadCost:
@@ -24,14 +25,17 @@ class ReadCost:
         self._lock = threading.Lock()
         self._mean_chunk_bytes = 0.0
         self._num_observed = 0
+        self._num_cheap = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_chunks: int, num_bytes: int, elapsed_s: float) -> None:
         """A read brought that many chunks and bytes (perhaps none, when it was given up) in that time."""
         with self._lock:
             expected_s = self._seconds(num_bytes)
-            if num_chunks and expected_s is not None and elapsed_s * RECOVERED_FACTOR < expected_s:
-                self._num_observed = 0
+            is_cheap = num_chunks > 0 and expected_s is not None and elapsed_s * RECOVERED_FACTOR < expected_s
+            self._num_cheap = self._num_cheap + 1 if is_cheap else 0
+            if self._num_cheap == NUM_RECOVERED:
+                self._num_observed = self._num_cheap = 0
                 self._weight = self._x = self._y = self._xx = self._xy = 0.0
             self._num_observed += 1
             self._weight = self._weight * DECAY + 1

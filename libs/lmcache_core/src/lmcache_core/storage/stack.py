@@ -85,7 +85,10 @@ class TierStack:
         """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent."""
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
         for tier in (*self.lower, self.hot):
-            await tier.close()
+            try:
+                await tier.close()
+            except UnavailableError as exc:
+                logger.warning("the tier %s did not close well: %s", tier.name, exc)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted chunk has reached (or failed to reach) the slower tiers; False when that took too long."""

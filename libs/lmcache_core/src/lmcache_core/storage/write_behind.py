@@ -16,6 +16,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.lifts import IsUnwanted
+from lmcache_core.storage.sealing import seal_all
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,7 @@ class WriteBehind:
         with contextlib.suppress(UnavailableError):
             known = await self._backend.batched_contains([chunk.key for chunk in batch])
             fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
-            for chunk in fresh:
-                if not chunk.is_sealed:
-                    await asyncio.to_thread(chunk.sealed)
+            await seal_all(fresh)
             answers = iter(await self._backend.batched_put(fresh))
             kept = [is_known or next(answers) for is_known in known]
             if self._unwanted:

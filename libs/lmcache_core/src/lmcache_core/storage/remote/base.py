@@ -90,28 +90,6 @@ async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
     return True
 
 
-async def seal_all(chunks: Sequence[Chunk]) -> None:
-    """Compute the digests that chunks still lack, large ones in threads: nothing leaves the process without."""
-    loop = asyncio.get_running_loop()
-    sealing = []
-    for chunk in chunks:
-        if chunk.is_sealed:
-            continue
-        if chunk.memory.get_size() <= INLINE_VERIFY_BYTES:
-            chunk.sealed()
-            continue
-        chunk.memory.ref_count_up()
-        sealing.append(asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk)))  # it runs, come what may
-    await asyncio.gather(*sealing)
-
-
-def _seal_and_release(chunk: Chunk) -> None:
-    try:
-        chunk.sealed()
-    finally:
-        chunk.release()
-
-
 async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
     """The chunk in a record that was read as a whole, copied into memory and verified there. The caller owns it."""
     view = memoryview(record)

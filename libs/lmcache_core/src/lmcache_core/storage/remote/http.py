@@ -14,8 +14,9 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all, seal_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
 from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
 
 RECORD_TYPE = "application/vnd.lmcache.record"

@@ -10,7 +10,8 @@ from lmcache_core.errors import AuthenticationError, ConfigError, ProtocolError,
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, seal_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
+from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import DEFAULT_PORT, ClientOptions, LmClient
 
 T = TypeVar("T")

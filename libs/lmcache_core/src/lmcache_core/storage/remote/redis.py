@@ -18,8 +18,9 @@ from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all, seal_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
 from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
+from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
 
 MAX_CONNECTIONS = 8
