@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Allocate, Chunk, Miss, Result
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.connection import Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
@@ -27,7 +27,7 @@ class ClientOptions:
 
     Attributes:
         timeout_s: Deadline of a call that names none.
-        connect_timeout_s: Deadline of connecting and HELLO; a call's own deadline still holds.
+        connect_timeout_s: Deadline of connecting and HELLO, whatever the deadline of the call that needed it first.
         put_window: PUTs on their way without an answer.
         backoff_initial_s: First wait after a failed connection.
         backoff_cap_s: Longest one.
@@ -66,7 +66,7 @@ class LmClient:
         self._name = f"lm://{host}:{port}"
         self._backoff = Backoff(self._options.backoff_initial_s, self._options.backoff_cap_s, time.monotonic)
         self._connection: ClientConnection | None = None
-        self._connecting = asyncio.Lock()
+        self._attempt: asyncio.Task[ClientConnection] | None = None
         self._is_closed = False
 
     @property
@@ -114,7 +114,10 @@ class LmClient:
             One result a key, in order; the caller owns the chunks. When the connection is lost underway the rest are misses.
         """
         deadline = self._deadline(timeout_s)
-        connection = await self._connect(deadline)
+        try:
+            connection = await self._connect(deadline)
+        except _NotConnectedYetError:
+            return [Miss(MissReason.DEADLINE)] * len(keys)
         results: list[Result] = []
         try:
             while len(results) < len(keys):
@@ -170,8 +173,11 @@ class LmClient:
     async def close(self) -> None:
         """End the connection; later calls fail. Idempotent."""
         self._is_closed = True
-        async with self._connecting:
-            await self._drop_connection()
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+            await asyncio.wait([attempt])
+        await self._drop_connection()
 
     async def _put_answer(self, connection: ClientConnection, unanswered: deque[Call]) -> bool:
         answer = await connection.next_item(unanswered[0])
@@ -196,28 +202,37 @@ class LmClient:
         return item
 
     async def _connect(self, deadline: float) -> ClientConnection:
+        """The connection. All callers wait for one attempt, which goes on when they leave: a short deadline says nothing about it."""
         if self._connection is not None and self._connection.is_open:
             return self._connection
+        if self._is_closed:
+            raise UnavailableError(f"{self._name}: this client is closed")
+        if self._attempt is None:
+            if self._backoff.wait_s > 0:
+                raise UnavailableError(f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s")
+            self._attempt = asyncio.get_running_loop().create_task(self._open_connection())
+            self._attempt.add_done_callback(self._attempted)
+        attempt = self._attempt
         try:
-            async with asyncio.timeout_at(deadline), self._connecting:
-                if self._connection is not None and self._connection.is_open:
-                    return self._connection
-                if self._is_closed:
-                    raise UnavailableError(f"{self._name}: this client is closed")
-                if self._backoff.wait_s > 0:
-                    raise UnavailableError(f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s")
-                await self._drop_connection()
-                self._connection = await self._open_connection(deadline)
-                return self._connection
+            async with asyncio.timeout_at(deadline):
+                await asyncio.wait([attempt])
         except TimeoutError:
-            raise UnavailableError(f"{self._name} could not be reached in time") from None
+            raise _NotConnectedYetError(f"{self._name} could not be reached in time") from None
+        if attempt.cancelled():
+            raise UnavailableError(f"{self._name}: this client was closed")
+        return attempt.result()
 
-    async def _open_connection(self, deadline: float) -> ClientConnection:
-        loop = asyncio.get_running_loop()
+    def _attempted(self, attempt: asyncio.Task[ClientConnection]) -> None:
+        self._attempt = None
+        if not attempt.cancelled():
+            attempt.exception()  # seen, though perhaps nobody waits for it any more
+
+    async def _open_connection(self) -> ClientConnection:
+        await self._drop_connection()
         connection: ClientConnection | None = None
         try:
-            async with asyncio.timeout_at(min(deadline, loop.time() + self._options.connect_timeout_s)):
-                _, stream = await loop.create_connection(FrameStream, self._host, self._port)
+            async with asyncio.timeout(self._options.connect_timeout_s):
+                _, stream = await asyncio.get_running_loop().create_connection(FrameStream, self._host, self._port)
                 connection = ClientConnection(stream, self._name)
                 await connection.greet(self._token, self._options.name)
         except BaseException as exc:
@@ -229,6 +244,7 @@ class LmClient:
                 raise UnavailableError(f"{self._name}: {exc or 'could not be reached in time'}") from exc
             raise
         self._backoff.succeeded()
+        self._connection = connection
         return connection
 
     async def _drop_connection(self) -> None:
@@ -238,6 +254,10 @@ class LmClient:
 
     def _deadline(self, timeout_s: float | None) -> float:
         return asyncio.get_running_loop().time() + (self._options.timeout_s if timeout_s is None else timeout_s)
+
+
+class _NotConnectedYetError(UnavailableError):
+    """The caller's time was over before the connection stood."""
 
 
 def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
