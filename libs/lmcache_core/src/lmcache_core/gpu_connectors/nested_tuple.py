@@ -31,25 +31,27 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.from_gpu`; needs `kvcaches`."""
         progress = kwargs.get("progress")
-        slices = self._slices(memory_obj, start, end, kwargs, is_filled=True)
-        step_bytes = memory_obj.get_size() // len(slices)
-        is_host = slices[0][0].device.type == "cpu"  # else nothing is filled before the device has finished
-        for i, (engine, chunk) in enumerate(slices, 1):
-            _copy(chunk, engine)
-            if progress is not None and is_host:
-                progress(i * step_bytes)
+        with torch.inference_mode():  # plain memory, whatever mode the engine made its tensors in, or for autograd; and quicker
+            slices = self._slices(memory_obj, start, end, kwargs, is_filled=True)
+            step_bytes = memory_obj.get_size() // len(slices)
+            is_host = slices[0][0].device.type == "cpu"  # else nothing is filled before the device has finished
+            for i, (engine, chunk) in enumerate(slices, 1):
+                chunk.copy_(engine, non_blocking=True)
+                if progress is not None and is_host:
+                    progress(i * step_bytes)
         _finish(slices)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """See `GPUConnectorInterface.to_gpu`; needs `kvcaches`."""
         progress = kwargs.get("progress")
-        slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)
-        _require_apart([engine for engine, _ in slices])
-        step_bytes = memory_obj.get_size() // len(slices)
-        for i, (engine, chunk) in enumerate(slices, 1):
-            _copy(engine, chunk)
-            if progress is not None:
-                progress(i * step_bytes)
+        with torch.inference_mode():
+            slices = self._slices(memory_obj, start, end, kwargs, is_filled=False)
+            _require_apart([engine for engine, _ in slices])
+            step_bytes = memory_obj.get_size() // len(slices)
+            for i, (engine, chunk) in enumerate(slices, 1):
+                engine.copy_(chunk, non_blocking=True)
+                if progress is not None:
+                    progress(i * step_bytes)
         _finish(slices)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -75,7 +77,7 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
     def _checked_sides(self, layers: list[tuple[torch.Tensor, ...]], end: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of K and V, which all layers have in common."""
         for i, pair in enumerate(layers):
-            if len(pair) != 2 or not all(isinstance(side, torch.Tensor) for side in pair):
+            if len(pair) != 2 or not (isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)):
                 raise LayoutError(f"layer {i} of kvcaches is {[type(side).__name__ for side in pair]}; expected the pair (K, V) of tensors")
         first = layers[0][0]
         shape, dtype = first.shape, first.dtype
@@ -86,12 +88,6 @@ class VLLMNestedTupleGPUConnector(OrderedGPUConnector):
                 if side.shape != shape or side.dtype != dtype:
                     raise LayoutError(f"layer {i} of kvcaches is {tuple(side.shape)} of {side.dtype}, layer 0 {tuple(shape)} of {dtype}")
         return shape, dtype
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy plain memory, whatever mode the tensors were made in: engines make theirs in inference mode, or for autograd."""
-    with torch.inference_mode():
-        target.copy_(source, non_blocking=True)
 
 
 def _require_apart(sides: list[torch.Tensor]) -> None:
@@ -105,6 +101,8 @@ def _require_apart(sides: list[torch.Tensor]) -> None:
     if len({side.data_ptr() for side in sides}) < len(sides):
         raise LayoutError("two of the keys and values in kvcaches are the same memory: what would be written there is ambiguous")
     for side in sides:
+        if side.is_contiguous():
+            continue
         extent = 1
         for stride, size in sorted((stride, size) for size, stride in zip(side.shape, side.stride(), strict=True) if size > 1):
             if stride < extent:
