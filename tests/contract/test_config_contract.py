@@ -55,6 +55,7 @@ OURS = [
     ("close_drain_s", 5.0),
     ("disk_fsync", False),
     ("remote_token_file", None),
+    ("save_unfull_chunk", True),
 ]
 # A value of each documented option that differs from its default and from all others, where it can.
 PLACED: dict[str, Any] = {

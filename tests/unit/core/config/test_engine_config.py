@@ -67,9 +67,11 @@ IMPOSSIBLE = [
     *(("chunk_ttl_s", v) for v in (0, -1, float("inf"), "60", True)),
     *(("prefill_tokens_per_s", v) for v in (0, -1, float("inf"), "fast")),
     *(("close_drain_s", v) for v in (-1, 3601, None, float("nan"))),
-    *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling", "disk_fsync") for v in ("false", 0, None)),
+    *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling") for v in ("false", 0, None)),
+    *((name, v) for name in ("disk_fsync", "save_unfull_chunk") for v in ("false", 0, None)),
     *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
-    *(("enable_blending", v) for v in (True, None, "no")),
+    *((name, v) for name in ("enable_blending", "enable_p2p") for v in (True, "no")),
+    ("enable_blending", None),
     *(("salt", v) for v in (None, 12345)),
 ]
 
@@ -103,6 +105,9 @@ def test_every_option_refuses_something():
         {"remote_url": "rediss://:p%40ss@[2001:db8::1]:6379/0"},
         {"remote_url": None, "remote_token_file": "/etc/token"},
         {"enable_p2p": False, "lookup_url": "localhost:6379", "distributed_url": "localhost:8200"},
+        {"local_disk": None, "max_local_disk_size": 5.0},
+        {"sidecar_socket": "/s", "max_local_cpu_size": 20, "lookup_url": "localhost:6379", "save_unfull_chunk": False},
+        {"sidecar_socket": "/s", "max_local_cpu_size": 0},
         *({"remote_url": f"{scheme}://host:1"} for scheme in REMOTE_SCHEMES if scheme != "file"),
         *({"verify_hot": mode} for mode in VERIFY_HOT_MODES),
         *({"eviction_policy": policy} for policy in EVICTION_POLICIES),
@@ -114,21 +119,18 @@ def test_the_ends_of_the_ranges_are_possible(values):
     assert {name: getattr(config, name) for name in values} == values
 
 
-PEERS = {"enable_p2p": True, "lookup_url": "http://l:8081", "distributed_url": "lm://me:65433", "sidecar_socket": "/s", "remote_url": None}
 CONTRADICTORY = [
     ({"local_disk": "file:///cache/"}, "set max_local_disk_size"),
     ({"max_local_cpu_size": 0}, "give it some GB"),
     ({"max_local_cpu_size": 0, "local_cpu": False}, "give it some GB"),
-    ({"local_cpu": False, "remote_url": None}, "one of local_disk, remote_url, sidecar_socket"),
-    (PEERS | {"lookup_url": None}, "set both, or enable_p2p to false"),
-    (PEERS | {"distributed_url": None}, "set both, or enable_p2p to false"),
-    (PEERS | {"sidecar_socket": None}, "set sidecar_socket to its socket"),
-    (PEERS | {"lookup_url": "localhost:6379"}, "set lookup_url to http://host:port"),
-    (PEERS | {"distributed_url": "localhost:8200"}, "set distributed_url to lm://host:port"),
+    ({"local_cpu": False, "remote_url": None}, "one of local_disk, remote_url"),
+    ({"disk_fsync": True}, "set local_disk or leave disk_fsync out"),
     ({"remote_url": "redis://host", "remote_token_file": "/t"}, "leave remote_token_file out"),
 ]
 BESIDE_SIDECAR = {
+    "local_cpu": (False, "keeps chunks in its memory"),
     "local_disk": ("file:///cache/", "disk_path"),
+    "max_local_disk_size": (5.0, "disk_gb"),
     "remote_url": ("lm://elsewhere", "remote_url"),
     "verify_hot": ("never", "verify_hot"),
     "salt": ("s3cret", "salt_file"),
@@ -164,15 +166,21 @@ def test_what_the_sidecar_decides_is_not_set_beside_it(name):
 
 def test_the_sidecar_has_the_settings_that_errors_name():
     settings = pytest.importorskip("lmcache_sidecar.settings").SidecarSettings.model_fields
-    named = [word for option in OPTIONS.values() for word in option.about.beside_sidecar.replace(",", " ").split() if "_" in word]
+    said = " ".join([*(option.about.beside_sidecar for option in OPTIONS.values()), OPTIONS["enable_p2p"].about.hint])
+    named = [word for word in said.replace(",", " ").split() if "_" in word]
     assert named
     assert set(named) <= set(settings)
     assert set(BESIDE_SIDECAR) == {name for name, option in OPTIONS.items() if option.about.beside_sidecar}
 
 
-def test_with_a_sidecar_the_engine_needs_no_memory_of_its_own():
-    config = LMCacheEngineConfig.from_defaults(**PEERS, local_cpu=False, max_local_cpu_size=0)
-    assert (config.enable_p2p, config.local_cpu) == (True, False)
+@pytest.mark.parametrize(
+    "beside",
+    [{}, {"sidecar_socket": "/s"}, {"sidecar_socket": "/s", "lookup_url": "http://l:8081", "distributed_url": "lm://me:65433"}],
+    ids=str,
+)
+def test_peers_are_the_sidecars_in_every_mode(beside):
+    with pytest.raises(ConfigError, match=r"^enable_p2p=True: must be false; .* lookup_url, broker_url and distributed_url, so leave it"):
+        LMCacheEngineConfig.from_defaults(enable_p2p=True, **beside)
 
 
 def test_blending_is_refused_not_ignored():

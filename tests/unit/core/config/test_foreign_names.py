@@ -78,6 +78,7 @@ def test_a_present_file(tmp_path):
         max_local_disk_size=10,
         eviction_policy="lru",
         tier_timeout_s=10,
+        save_unfull_chunk=False,
     )
 
 
@@ -97,6 +98,7 @@ def test_a_present_file(tmp_path):
         ({"cache_policy": "S3FIFO"}, {"eviction_policy": "s3fifo"}),
         ({"cache_policy": None}, {}),
         ({"save_unfull_chunk": True}, {}),
+        ({"max_local_disk_size": 5}, {"max_local_disk_size": 5}),
         ({"pipelined_backend": True}, {}),
         ({"pre_caching_hash_algorithm": "builtin"}, {}),
         ({"blocking_timeout_secs": None}, {}),
@@ -119,10 +121,11 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"enable_pd": True}, "enable_pd=True: .*not in this release"),
         ({"pd_role": "sender", "enable_pd": True}, "pd_role='sender': it belongs to enable_pd"),
         ({"enable_p2p": True, "p2p_host": "localhost"}, "p2p_host='localhost': it belongs to enable_p2p"),
+        ({"enable_p2p": True}, "enable_p2p=True: must be false; peers are found and served by the pod's sidecar"),
         ({"numa_mode": "auto"}, "numa_mode='auto': bind the process"),
         ({"gds_path": "/mnt/gds"}, "gds_path='/mnt/gds': .*use local_disk"),
         ({"priority_limit": 0}, "priority_limit=0: every request"),
-        ({"save_unfull_chunk": "some"}, "save_unfull_chunk='some': must be one of true, false"),
+        ({"save_unfull_chunk": "some"}, "save_unfull_chunk='some': must be true or false"),
         ({"pre_caching_hash_algorithm": "xxhash"}, "always named by SHA-256"),
         ({"min_retrieve_tokens": 256}, "prefill_tokens_per_s"),
         ({"lookup_timeout_ms": True}, "lookup_timeout_ms=True: set tier_timeout_s"),
@@ -167,6 +170,7 @@ def test_no_name_is_also_ours():
     ("environ", "meant"),
     [
         ({"LMCACHE_CACHE_POLICY": "LRU"}, {"eviction_policy": "lru"}),
+        ({"LMCACHE_SAVE_UNFULL_CHUNK": "False"}, {"save_unfull_chunk": False}),
         ({"LMCACHE_MAX_LOCAL_CACHE_SIZE": "2.5"}, {"max_local_cpu_size": 2.5}),
         ({"LMCACHE_EXTRA_CONFIG": "{}", "LMCACHE_NUMA_MODE": "null", "LMCACHE_USE_LAYERWISE": "False"}, {}),
         ({"LMCACHE_LMCACHE_INSTANCE_ID": "instance-1", "LMCACHE_PD_PEER_INIT_PORT": "[8100, 8200]"}, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
@@ -60,6 +62,40 @@ def test_what_was_stored_comes_back_bit_for_bit(engine: LMCacheEngine, num_token
     assert mask.all()
     assert len(mask) == num_tokens
     assert_equal_prefix(target, kv, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, 2 * CHUNK_SIZE + 3])
+@pytest.mark.parametrize("save_unfull_chunk", [True, False])
+def test_a_partial_chunk_is_stored_only_where_it_is_wanted(
+    allocator: HostMemoryAllocator, save_unfull_chunk: bool, num_tokens: int
+) -> None:
+    engine = build(make_config(save_unfull_chunk=save_unfull_chunk), allocator)
+    engine.open()
+    tokens, kv, target = tokens_of(num_tokens), random_kv(num_tokens), empty_kv(num_tokens)
+    num_kept = num_tokens if save_unfull_chunk else num_tokens // CHUNK_SIZE * CHUNK_SIZE
+    for _ in range(2):
+        engine.store(tokens, kvcaches=kv)
+        assert engine.counters.value(STORED_CHUNKS_TOTAL) == math.ceil(num_kept / CHUNK_SIZE)
+        assert engine.lookup(tokens) == num_kept
+    assert int(engine.retrieve(tokens, kvcaches=target).sum()) == num_kept
+    assert_equal_prefix(target, kv, num_kept)
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    mask[:1] = False
+    with pytest.raises(ValueError, match="multiple of the chunk size"):
+        engine.store(tokens, mask, kvcaches=kv)
+    engine.close()
+
+
+def test_what_is_left_out_of_a_store_was_computed_all_the_same(allocator: HostMemoryAllocator) -> None:
+    engine = build(make_config(save_unfull_chunk=False), allocator)
+    now_s = iter((10.0, 11.0))
+    engine._prefill = PrefillRate(clock=lambda: next(now_s))
+    engine.open()
+    num_tokens = 4 * CHUNK_SIZE + 5
+    engine.retrieve(tokens_of(num_tokens), kvcaches=empty_kv(num_tokens))
+    engine.store(tokens_of(num_tokens), kvcaches=random_kv(num_tokens))
+    assert engine._prefill.tokens_per_s == pytest.approx(num_tokens)
+    engine.close()
 
 
 def test_only_the_shared_prefix_is_reused(engine: LMCacheEngine) -> None:

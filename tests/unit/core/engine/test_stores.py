@@ -45,9 +45,13 @@ def test_every_slower_tier_has_a_breaker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "sidecar_socket"),
+        ({"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "the pod's sidecar"),
+        ({"enable_p2p": True, "sidecar_socket": "/s", "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "the pod's sidecar"),
+        ({"disk_fsync": True}, "set local_disk"),
         ({"remote_url": "lm://localhost:1", "remote_serde": "cachegen"}, "remote_serde='cachegen'"),
         ({"sidecar_socket": "/s", "local_disk": "file:///d/", "max_local_disk_size": 1}, "disk_path"),
+        ({"sidecar_socket": "/s", "max_local_disk_size": 1}, "disk_gb"),
+        ({"sidecar_socket": "/s", "local_cpu": False}, "keeps chunks in its memory"),
     ],
 )
 def test_an_option_without_effect_is_refused(options: dict[str, Any], said: str) -> None:

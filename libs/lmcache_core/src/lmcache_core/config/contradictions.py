@@ -45,27 +45,12 @@ CONTRADICTIONS = (
     Contradiction(
         ("local_cpu",),
         lambda c: not (c.local_cpu or c.local_disk or c.remote_url or c.sidecar_socket),
-        "nothing is left to keep chunks in; set local_cpu to true, or one of local_disk, remote_url, sidecar_socket",
+        "nothing is left to keep chunks in; set local_cpu to true, or one of local_disk, remote_url",
     ),
     Contradiction(
-        ("enable_p2p", "lookup_url", "distributed_url"),
-        lambda c: c.enable_p2p and (c.lookup_url is None or c.distributed_url is None),
-        "peers are found through lookup_url and reach this pod at distributed_url; set both, or enable_p2p to false",
-    ),
-    Contradiction(
-        ("enable_p2p", "sidecar_socket"),
-        lambda c: c.enable_p2p and c.sidecar_socket is None,
-        "peers are asked and served by the pod's sidecar; set sidecar_socket to its socket, or enable_p2p to false",
-    ),
-    Contradiction(
-        ("enable_p2p", "lookup_url"),
-        lambda c: c.enable_p2p and not str(c.lookup_url).startswith(("http://", "https://")),
-        "the lookup service speaks HTTP; set lookup_url to http://host:port",
-    ),
-    Contradiction(
-        ("enable_p2p", "distributed_url"),
-        lambda c: c.enable_p2p and not str(c.distributed_url).startswith("lm://"),
-        "peers speak lm; set distributed_url to lm://host:port",
+        ("disk_fsync", "local_disk"),
+        lambda c: c.disk_fsync and c.local_disk is None and c.sidecar_socket is None,
+        "there is no disk to sync; set local_disk or leave disk_fsync out",
     ),
     Contradiction(
         ("remote_token_file", "remote_url"),

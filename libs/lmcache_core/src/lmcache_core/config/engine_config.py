@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_core.config import sources
 from lmcache_core.config.contradictions import refuse_contradictions
-from lmcache_core.config.legacy import DEFAULT_DISK_GB, tiers_of
+from lmcache_core.config.legacy import tiers_of
 from lmcache_core.config.options import (
     DIRECTORY_URL,
     EVICTION_POLICIES,
@@ -22,6 +22,9 @@ from lmcache_core.config.options import (
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
+_PEERS_ARE_THE_SIDECARS = (
+    "peers are found and served by the pod's sidecar, by its settings lookup_url, broker_url and distributed_url, so leave it false here"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +40,9 @@ class LMCacheEngineConfig:
     chunk_size: int = field(
         metadata=about("Chunks", "Tokens in a chunk, the unit that is hashed, stored and found.", unit="tokens", low=1, high=65536)
     )
-    local_cpu: bool = field(metadata=about("Host memory", "Keep chunks in host memory."))
+    local_cpu: bool = field(
+        metadata=about("Host memory", "Keep chunks in host memory.", beside_sidecar="leave it true, the sidecar keeps chunks in its memory")
+    )
     max_local_cpu_size: float = field(
         metadata=about(
             "Host memory",
@@ -51,7 +56,14 @@ class LMCacheEngineConfig:
         metadata=about("Disk", "Directory for chunks.", form=DIRECTORY_URL, beside_sidecar="set the sidecar's disk_path and disk_gb")
     )
     max_local_disk_size: float = field(
-        metadata=about("Disk", "Disk space for chunks. A file that names `local_disk` alone gets 5.", unit="GB", low=0, high=1 << 24)
+        metadata=about(
+            "Disk",
+            "Disk space for chunks. A file that names `local_disk` alone gets 5. Without `local_disk` unused.",
+            unit="GB",
+            low=0,
+            high=1 << 24,
+            beside_sidecar="set the sidecar's disk_gb",
+        )
     )
     remote_url: str | None = field(
         metadata=about(
@@ -75,25 +87,19 @@ class LMCacheEngineConfig:
     )
     enable_blending: bool = field(
         metadata=about(
-            "Blending",
-            "Reuse chunks that are not a prefix.",
-            choices=(False,),
-            hint="blending is not in this release, so set it to false",
+            "Blending", "Reuse chunks that are not a prefix.", choices=(False,), hint="blending is not in this release, so set it to false"
         )
     )
     blend_recompute_ratio: float = field(metadata=about("Blending", "Share of the tokens that blending recomputes.", low=0, high=1))
     blend_min_tokens: int = field(metadata=about("Blending", "Shortest prompt that is blended.", unit="tokens", low=0, high=(1 << 31) - 1))
     enable_p2p: bool = field(
-        metadata=about(
-            "Peers",
-            "Share with other pods, as the pod's sidecar does: needs `sidecar_socket`, `lookup_url`, `distributed_url`.",
-        )
+        metadata=about("Peers", "Ask peers for chunks, and serve them.", choices=(False,), hint=_PEERS_ARE_THE_SIDECARS)
     )
     lookup_url: str | None = field(
-        metadata=about("Peers", "The lookup service, `http(s)://host:port`. Without `enable_p2p` unused.", form=NON_EMPTY)
+        metadata=about("Peers", "Accepted and unused: peers are found by the sidecar's own `lookup_url` and `broker_url`.", form=NON_EMPTY)
     )
     distributed_url: str | None = field(
-        metadata=about("Peers", "Where peers reach this pod, `lm://host:port`. Without `enable_p2p` unused.", form=NON_EMPTY)
+        metadata=about("Peers", "Accepted and unused: peers reach the pod at the sidecar's own `distributed_url`.", form=NON_EMPTY)
     )
     error_handling: bool = field(
         metadata=about(
@@ -117,8 +123,7 @@ class LMCacheEngineConfig:
         ),
     )
     tier_timeout_s: float = field(
-        default=2.0,
-        metadata=about("Time and failures", "Longest wait on a tier or the sidecar.", unit="seconds", low=0.001, high=3600),
+        default=2.0, metadata=about("Time and failures", "Longest wait on a tier or the sidecar.", unit="seconds", low=0.001, high=3600)
     )
     salt: str = field(
         default="",
@@ -161,9 +166,7 @@ class LMCacheEngineConfig:
     )
     close_drain_s: float = field(
         default=5.0,
-        metadata=about(
-            "Time and failures", "How long closing waits for what slower tiers have still to write.", unit="seconds", low=0, high=3600
-        ),
+        metadata=about("Time and failures", "How long closing waits for slower tiers to finish writing.", unit="seconds", low=0, high=3600),
     )
     disk_fsync: bool = field(
         default=False,
@@ -181,6 +184,9 @@ class LMCacheEngineConfig:
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's service_token_file",
         ),
+    )
+    save_unfull_chunk: bool = field(
+        default=True, metadata=about("Chunks", "Store the last chunk of a prompt though it is shorter than the others.")
     )
 
     def __post_init__(self) -> None:
@@ -256,7 +262,7 @@ class LMCacheEngineConfig:
         Raises:
             ConfigError: The file cannot be read, is not a mapping, or an option in it is wrong.
         """
-        return _build(_of_file(file_path), file_path)
+        return _build(sources.values_of_file(file_path, OPTIONS), file_path)
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
@@ -270,18 +276,11 @@ class LMCacheEngineConfig:
         """
         variables = sources.read_environment(environ)
         path = variables.get(sources.CONFIG_FILE_ENV)
-        values = _of_file(path) if path else {"remote_url": None}
+        values = sources.values_of_file(path, OPTIONS) if path else {"remote_url": None}
         return _build(values | sources.values_of_environment(variables, OPTIONS), "environment")
 
 
 OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
-
-
-def _of_file(path: str) -> dict[str, Any]:
-    values = sources.values_of_file(path, OPTIONS)
-    if values.get("local_disk") is not None:
-        values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
-    return {"remote_url": None} | values
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """LMCache's other names in YAML files and variables: accepted where they mean the same or ask for nothing, else refused with the way out.
 
 Two generations of names occur: those before `local_cpu` (`local_device`, `max_local_cache_size` …) and those that came after the documented
-fifteen (`cache_policy`, `save_unfull_chunk` …). Source: the configuration reference of LMCache's documentation, its definitions and their
+fifteen (`cache_policy`, `use_layerwise` …). Source: the configuration reference of LMCache's documentation, its definitions and their
 defaults.
 """
 
@@ -152,7 +152,6 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "chunks are always named by SHA-256; leave it out",
         ),
         "pipelined_backend": _either(True, False, because="remote tiers always pipeline"),
-        "save_unfull_chunk": _either(True, False, because="the last partial chunk is always stored"),
         "use_layerwise": _only(False, instead="KV moves by chunk, not by layer; set it to false"),
         "enable_async_loading": _only(False, instead="use the engine's prefetch; set it to false"),
         "py_enable_gc": _only(True, instead="the process's garbage collection is left alone; set it to true"),
@@ -166,7 +165,7 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         ),
         "lookup_timeout_ms": _only(3000, instead="set tier_timeout_s, in seconds"),
         "hit_miss_ratio": _only(instead="hits are never pretended; leave it out"),
-        "external_lookup_client": _only(instead="use the lookup service (lookup_url); set it to null"),
+        "external_lookup_client": _only(instead="use the lookup service (the sidecar's lookup_url); set it to null"),
         "lookup_server_worker_ids": _only(instead="engines run no lookup server; leave it out"),
         "enable_scheduler_bypass_lookup": _only(False, instead="set it to false"),
         "retrieve_locations": _only(instead="all tiers are asked, fastest first; name fewer in lookup's search_range"),

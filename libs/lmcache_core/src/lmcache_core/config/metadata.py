@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_core.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
+
+KV_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
+"""Names of the dtypes that KV comes in: those that `lmcache_core.memory.dtypes` knows the size of."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +27,13 @@ class LMCacheEngineMetadata:
         worker_id: This worker.
         fmt: KV format of the serving engine, "vllm" or "huggingface".
         kv_dtype: `torch.dtype` or its name.
-        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`.
+        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 where keys and values are one.
         revision: Revision of the weights.
         adapter: Name and revision of the LoRA adapter, "" for none.
         layout: Physical layout where it is more than `kv_shape` says.
+
+    Raises:
+        ConfigError: There is no such worker, or no such KV.
     """
 
     model_name: str
@@ -34,6 +45,20 @@ class LMCacheEngineMetadata:
     revision: str = ""
     adapter: str = ""
     layout: str = ""
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.world_size, 1):
+            raise ConfigError(f"world_size={self.world_size!r}: must be a whole number from 1, the number of workers")
+        if not _is_whole(self.worker_id, 0) or self.worker_id >= self.world_size:
+            raise ConfigError(f"worker_id={self.worker_id!r}: must be a whole number in 0 … {self.world_size - 1}, as world_size says")
+        if self.kv_dtype_name not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r}: must be a torch.dtype or its name, one of {', '.join(KV_DTYPES)}")
+        shape = self.kv_shape
+        if len(shape) != 5 or not all(_is_whole(n, 1) for n in shape) or shape[1] > 2:
+            raise ConfigError(
+                f"kv_shape={shape!r}: must be (num_layers, sides, chunk_size, num_kv_heads, head_size), five whole numbers from 1; "
+                "sides is 2 for keys and values, 1 where they are one"
+            )
 
     @property
     def kv_dtype_name(self) -> str:
@@ -69,3 +94,7 @@ class LMCacheMemPoolMetadata:
 def dtype_name_of(dtype: torch.dtype | str) -> str:
     """The name of a dtype, whether it came as one or as its name."""
     return str(dtype).removeprefix("torch.")
+
+
+def _is_whole(number: object, low: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= low

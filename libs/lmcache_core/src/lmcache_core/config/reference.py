@@ -87,8 +87,9 @@ _FOREIGN_HEAD = f"""\
 ## LMCache's names
 
 YAML files of LMCache, and its `{ENV_PREFIX}…` variables, are accepted where they mean the same or ask for nothing. What else they ask
-for is refused, with the way out. The documented fifteen have the same names; `local_disk` may also be a plain path, `/dir/`. A name beside
-an option of ours that says something else is refused too. LMCache's and our `lm://` differ on the wire (docs/protocols.md).
+for is refused, with the way out. The documented fifteen and `save_unfull_chunk` have the same names and are not listed; `local_disk` may
+also be a plain path, `/dir/`. A name beside an option of ours that says something else is refused too. LMCache's and our `lm://` differ on
+the wire (docs/protocols.md).
 
 | name | accepted | else |
 |---|---|---|

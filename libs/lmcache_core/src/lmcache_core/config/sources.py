@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
+from lmcache_core.config.legacy import DEFAULT_DISK_GB
 from lmcache_core.config.options import Option, did_you_mean, shown
 from lmcache_core.errors import ConfigError
 
@@ -57,7 +58,7 @@ def values_of_environment(variables: Mapping[str, str], options: Mapping[str, Op
 
 
 def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that a YAML file sets.
+    """The options that a YAML file sets: no remote tier unless it names one, and some room for a disk that it names without.
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
@@ -76,11 +77,14 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         raise ConfigError(f"{path}: is longer than {MAX_FILE_BYTES} bytes; is it the right file?")
     data = _parse_yaml(text, path)
     if data is None:
-        return {}
+        data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of options, not {type(data).__name__}")
     named = {name: None if value == "" and name in options and options[name].optional else value for name, value in data.items()}
-    return in_our_names(named, options, path)
+    values = in_our_names(named, options, path)
+    if values.get("local_disk") is not None:
+        values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
+    return {"remote_url": None} | values
 
 
 def _parse_yaml(text: bytes, path: str) -> Any:

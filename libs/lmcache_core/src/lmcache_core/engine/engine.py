@@ -101,7 +101,7 @@ class LMCacheEngine:
         run_canary(self._gpu_connector, kvcaches, engine_memory, self._transfer.through_store)
 
     def store(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, spans: Sequence[MultimodalSpan] = (), **kwargs: Any) -> None:
-        """Keep the KV of these tokens; returns before slow tiers have written.
+        """Keep the KV of these tokens (without `save_unfull_chunk`: of whole chunks); returns before slow tiers have written.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
@@ -113,11 +113,12 @@ class LMCacheEngine:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or engine memory is not as declared.
         """
         with self._guard("store"):
-            named = self._named(tokens, mask, spans)
+            least = 1 if self.config.save_unfull_chunk else self.config.chunk_size
+            named = [chunk for chunk in self._named(tokens, mask, spans) if chunk[1] - chunk[0] >= least]
             known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
             if known < len(named):
                 start, _, key = named[known]
-                self._prefill.stored(key, named[-1][1] - start)
+                self._prefill.stored(key, len(tokens) - start)
                 self._transfer.store(named[known:], kwargs)
 
     def retrieve(
