@@ -51,5 +51,6 @@ class OrderedGPUConnector(GPUConnectorInterface):
     """A connector that copies a chunk in the order of its bytes and says how far it is, so that a digest can follow in the cache.
 
     `from_gpu` and `to_gpu` take one more keyword argument, `progress`: called now and then, in the same thread, with how many bytes of the
-    memory object, from the first, are filled or have been copied. A connector that never calls it is right, too; what is called makes no tensors.
+    memory object, from the first, are filled or have been copied. A connector that never calls it is right, too. What is called makes no
+    tensors: it may run in inference mode.
     """
