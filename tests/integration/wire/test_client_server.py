@@ -361,13 +361,15 @@ async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
 
 
 async def test_a_client_that_is_closed_while_it_connects() -> None:
-    async with await asyncio.start_server(lambda reader, writer: writer.wait_closed(), "127.0.0.1", 0) as silent:
-        async with client_of(silent.sockets[0].getsockname()[1]) as client:
-            getting = asyncio.create_task(client.get([make_key(1)], Arena(), timeout_s=5.0))
-            await asyncio.sleep(0.05)
-            await client.close()
-            with pytest.raises(UnavailableError):
-                await getting
+    async with (
+        await asyncio.start_server(lambda reader, writer: writer.wait_closed(), "127.0.0.1", 0) as silent,
+        client_of(silent.sockets[0].getsockname()[1]) as client,
+    ):
+        getting = asyncio.create_task(client.get([make_key(1)], Arena(), timeout_s=5.0))
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(UnavailableError):
+            await getting
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
