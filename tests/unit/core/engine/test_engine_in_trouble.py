@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
@@ -130,6 +133,35 @@ def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, 
         engine.prefetch(TOKENS)
         time.sleep(0.01)
     engine.close()
+
+
+def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line(
+    allocator: HostMemoryAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with the documented default, `lm://localhost:65432`, on a machine without a storage service."""
+    num_attempts = 0
+    connect = asyncio.BaseEventLoop.create_connection
+
+    async def counted(self: asyncio.BaseEventLoop, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_attempts
+        num_attempts += 1
+        return await connect(self, *args, **kwargs)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", counted)
+    with socket.socket() as nobody, caplog.at_level(logging.INFO, logger="lmcache_core.storage"):
+        nobody.bind(("127.0.0.1", 0))
+        engine = build(allocator, remote_url=f"lm://127.0.0.1:{nobody.getsockname()[1]}")
+        engine.open()
+        for seed in range(20):
+            tokens = tokens_of(len(TOKENS), seed)
+            assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
+            engine.store(tokens, kvcaches=random_kv(len(tokens)))
+            assert engine.lookup(tokens) == len(tokens)
+        engine.close()
+    assert 1 <= num_attempts <= 3, "not one for each call; a second and a third only on a machine that is very slow"
+    assert len(caplog.messages) == 1
+    assert "RemoteBackend" in caplog.messages[0]
+    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
 
 
 async def _hold(gate: threading.Event) -> None:
