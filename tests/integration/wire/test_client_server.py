@@ -340,36 +340,43 @@ async def test_the_authenticator_sees_the_token() -> None:
 async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
     """A short deadline says something about the caller, nothing about the server: the attempt goes on, and no backoff begins."""
     store, arena = MemoryStore(), Arena()
-    num_connections = 0
+    relays: list[asyncio.Task[None]] = []
     async with serving(store) as server:
         assert await store.put(make_chunk(1))
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal num_connections
-            num_connections += 1
             await asyncio.sleep(0.3)
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", server.port)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
-        async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow, client_of(slow.sockets[0].getsockname()[1]) as client:
+        slow = await asyncio.start_server(lambda *ends: relays.append(asyncio.create_task(relay(*ends))), "127.0.0.1", 0)
+        async with slow, client_of(slow.sockets[0].getsockname()[1]) as client:
             for _ in range(4):
                 assert await client.get([make_key(1)], arena, timeout_s=0.02) == [Miss(MissReason.DEADLINE)]
             [result] = await client.get([make_key(1)], arena, timeout_s=5.0)
             assert take(result) == make_payload(1)
-            assert num_connections == 1
+            assert len(relays) == 1
+        await asyncio.wait_for(asyncio.gather(*relays), 5.0)
     arena.check_empty()
 
 
 async def test_a_client_that_is_closed_while_it_connects() -> None:
-    async with (
-        await asyncio.start_server(lambda reader, writer: writer.wait_closed(), "127.0.0.1", 0) as silent,
-        client_of(silent.sockets[0].getsockname()[1]) as client,
-    ):
+    answers: list[asyncio.Task[None]] = []
+
+    async def hang_up_after_you(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    silent = await asyncio.start_server(lambda *ends: answers.append(asyncio.create_task(hang_up_after_you(*ends))), "127.0.0.1", 0)
+    async with silent, client_of(silent.sockets[0].getsockname()[1]) as client:
         getting = asyncio.create_task(client.get([make_key(1)], Arena(), timeout_s=5.0))
         await asyncio.sleep(0.05)
         await client.close()
         with pytest.raises(UnavailableError):
             await getting
+    await asyncio.wait_for(asyncio.gather(*answers), 5.0)
+    assert answers
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -377,3 +384,4 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write(data)
         await writer.drain()
     writer.close()
+    await writer.wait_closed()
