@@ -165,7 +165,9 @@ def test_what_the_sidecar_decides_is_not_set_beside_it(name):
 
 
 def test_the_sidecar_has_the_settings_that_errors_name():
-    settings = pytest.importorskip("lmcache_sidecar.settings").SidecarSettings.model_fields
+    from lmcache_sidecar.settings import SidecarSettings
+
+    settings = SidecarSettings.model_fields
     said = " ".join([*(option.about.beside_sidecar for option in OPTIONS.values()), OPTIONS["enable_p2p"].about.hint])
     named = [word for word in said.replace(",", " ").split() if "_" in word]
     assert named

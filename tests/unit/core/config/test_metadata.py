@@ -17,7 +17,8 @@ def test_metadata_describe_the_kv():
 
 
 def test_a_torch_dtype_and_its_name_are_the_same():
-    torch = pytest.importorskip("torch")
+    import torch
+
     assert LMCacheEngineMetadata("m", 1, 0, "vllm", torch.float16, (1, 2, 3, 4, 5)).kv_dtype_name == "float16"
     assert LMCacheMemPoolMetadata((1, 2, 3, 4, 5), torch.float16, 0.5).kv_dtype_name == "float16"
 

@@ -116,6 +116,12 @@ async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) ->
     return Chunk(key, header, head, memory, REMOTE_TIER)
 
 
+def all_answered(results: Sequence[Result | None], limit: asyncio.Timeout) -> list[Result]:
+    """Results with a miss where nothing came: late, if the caller's time was over, else never stored."""
+    unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
+    return [unanswered if result is None else result for result in results]
+
+
 def release_all(results: Sequence[Result | None]) -> None:
     """Give back the chunks among results that nobody will get."""
     for result in results:

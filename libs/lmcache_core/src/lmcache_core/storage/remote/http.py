@@ -14,7 +14,7 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, release_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, release_all
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
@@ -112,8 +112,7 @@ class HttpBackend(StorageBackend):
         except BaseException:
             release_all(results)
             raise
-        unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
-        answered = [unanswered if result is None else result for result in results]
+        answered = all_answered(results, limit)
         self._figures.count_got(answered)
         return answered
 

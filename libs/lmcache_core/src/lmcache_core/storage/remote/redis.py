@@ -18,7 +18,7 @@ from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, chunk_from_record, release_all
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, chunk_from_record, release_all
 from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
@@ -105,8 +105,7 @@ class RedisBackend(StorageBackend):
         except BaseException:
             release_all(results)
             raise
-        unanswered = Miss(MissReason.DEADLINE if limit.expired() else MissReason.NEVER_STORED)
-        answered = [unanswered if result is None else result for result in results]
+        answered = all_answered(results, limit)
         self._figures.count_got(answered)
         return answered
 
