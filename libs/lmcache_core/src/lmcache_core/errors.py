@@ -4,6 +4,7 @@ LMCacheError
 |-- ConfigError          an option is unknown, impossible or contradicts another (also a ValueError)
 |-- IdentityError        a key cannot be built or read (also a ValueError)
 |-- RecordError          bytes that claim to be a record are not one, or are damaged
+|-- SerdeError           bytes that claim to be an encoded tensor are not one, are damaged, or need tables that are not here
 |-- ProtocolError        a peer broke the protocol; its connection is closed
 |   `-- VersionError     no protocol version in common
 |-- UnavailableError     a tier, service or peer cannot be reached or did not answer in time
@@ -40,6 +41,10 @@ class RecordError(LMCacheError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+class SerdeError(LMCacheError):
+    """Bytes that claim to be an encoded tensor are not one, are damaged, or name tables that are not here."""
 
 
 class ProtocolError(LMCacheError):
