@@ -1,0 +1,95 @@
+"""The Safe serde: a safetensors file of one tensor behind the checked head of `tensor_bytes`. Needs torch and safetensors.
+
+The library is given only files that are found, by our own reading, to be exactly what it writes for one tensor of the head's dtype and
+shape.
+
+Source: the format is https://huggingface.co/docs/safetensors, "Format": length of the header as u64, the header as JSON, the data.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import safetensors
+import safetensors.torch
+import torch
+
+from lmcache_core.errors import SerdeError
+from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
+from lmcache_core.serde.tensor_bytes import (
+    SerdeId,
+    TensorHead,
+    check_decoded,
+    check_elements,
+    dense,
+    head_of,
+    library_failures,
+    seal,
+    unseal,
+)
+
+TENSOR_KEY = "tensor_bytes"
+MAX_HEADER_BYTES = 8 << 10
+_LENGTH_BYTES = 8
+_DTYPES = MappingProxyType(
+    {
+        "float64": "F64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "int64": "I64",
+        "int32": "I32",
+        "int16": "I16",
+        "int8": "I8",
+        "uint8": "U8",
+        "bool": "BOOL",
+    }
+)
+"""What safetensors calls them."""
+
+
+class SafeSerializer(Serializer):
+    """Writes the tensor as a safetensors file, under the key `tensor_bytes`."""
+
+    def to_bytes(self, t: torch.Tensor) -> bytes:
+        """See `Serializer.to_bytes`.
+
+        Raises:
+            SerdeError: This release of safetensors writes other files than this serde knows to check: use the Fast serde.
+        """
+        tensor = dense(t)
+        payload: bytes = safetensors.torch.save({TENSOR_KEY: tensor})
+        head = head_of(SerdeId.SAFETENSOR, tensor, payload)
+        try:
+            _check_file(head, memoryview(payload))
+        except SerdeError as exc:
+            raise SerdeError(f"safetensors {safetensors.__version__} writes files of another form; use the Fast serde: {exc}") from exc
+        return seal(head, payload)
+
+
+class SafeDeserializer(PlainDeserializer):
+    """Reads what `SafeSerializer` wrote."""
+
+    def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
+        """See `PlainDeserializer.from_bytes_normal`."""
+        head, payload = unseal(b, SerdeId.SAFETENSOR)
+        _check_file(head, payload)
+        with library_failures("safetensors"):
+            tensors = safetensors.torch.load(bytes(payload))
+        return check_decoded(head, tensors.get(TENSOR_KEY))
+
+
+def _check_file(head: TensorHead, file: memoryview) -> None:
+    """Check that a file is what safetensors writes for a tensor of that dtype and shape, under our key and without metadata."""
+    header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
+    data_at = _LENGTH_BYTES + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or len(file) != data_at + head.num_bytes:
+        raise SerdeError(f"a file of {len(file)} bytes with a header of {header_bytes} does not hold {head.num_bytes} bytes of tensor")
+    sizes = ",".join(map(str, head.shape))
+    entry = f'{{"dtype":"{_DTYPES[head.dtype]}","shape":[{sizes}],"data_offsets":[0,{head.num_bytes}]}}'
+    # Spaces behind it align the data.
+    if bytes(file[_LENGTH_BYTES:data_at]).rstrip(b" ") != f'{{"{TENSOR_KEY}":{entry}}}'.encode():
+        raise SerdeError(f"the file's header is not that of one tensor of {head.dtype} {head.shape}")
+    check_elements(head, file[data_at:])

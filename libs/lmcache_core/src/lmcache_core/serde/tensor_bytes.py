@@ -1,0 +1,240 @@
+"""The container of the Torch, Safe and Fast serdes: a checked head, then the payload that the serde made. Needs torch.
+
+    magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64 for each dimension | digest | payload
+
+Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of all that is before and behind it, 16 bytes. It tells
+damage from whole bytes; it does not tell who wrote them, so that what a payload claims under a right digest is checked as well.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+
+import torch
+
+from lmcache_core.errors import SerdeError
+from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
+from lmcache_core.memory.views import tensor_over
+from lmcache_core.record.digest import DIGEST_BYTES, payload_hasher
+from lmcache_core.serde.base import BytesLike
+
+MAGIC = b"LMTB"
+VERSION = 1
+MAX_DIMENSIONS = 64
+"""Of torch: more it does not compute with."""
+MAX_CONTAINER_BYTES = 4 << 30
+MAX_ENVELOPE_BYTES = 64 << 10
+"""So much may a serde's own format put around the bytes of the tensor."""
+MAX_EXTENT = 1 << 56
+"""Bound of the product of all sizes, an empty dimension counted as one: torch multiplies them without looking, also for an empty tensor."""
+
+DTYPE_CODES = MappingProxyType(
+    {
+        "float64": 1,
+        "float32": 2,
+        "float16": 3,
+        "bfloat16": 4,
+        "float8_e4m3fn": 5,
+        "float8_e5m2": 6,
+        "int64": 7,
+        "int32": 8,
+        "int16": 9,
+        "int8": 10,
+        "uint8": 11,
+        "bool": 12,
+    }
+)
+_DTYPE_NAMES = MappingProxyType({code: name for name, code in DTYPE_CODES.items()})
+_PREFIX = struct.Struct("<4sBBBBQ")
+
+
+class SerdeId(IntEnum):
+    """Which serde made a payload."""
+
+    TORCH = 1
+    SAFETENSOR = 2
+    FAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What a head says about its payload.
+
+    Attributes:
+        serde: Which serde made it.
+        dtype: Name of the tensor's dtype.
+        shape: Its shape.
+        payload_bytes: Length of the payload.
+    """
+
+    serde: SerdeId
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return math.prod(self.shape) * DTYPE_ITEMSIZE[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype, as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def fault(self) -> str | None:
+        """What is out of bounds, None if nothing is. The payload of `FAST` is the tensor's bytes; others may put an envelope around."""
+        if len(self.shape) > MAX_DIMENSIONS:
+            return f"{len(self.shape)} dimensions; at most {MAX_DIMENSIONS} can be encoded"
+        if math.prod(max(size, 1) for size in self.shape) > MAX_EXTENT:
+            return f"shape {self.shape}; the product of its sizes may be at most {MAX_EXTENT}"
+        head_bytes = _PREFIX.size + 8 * len(self.shape) + DIGEST_BYTES
+        if self.payload_bytes > MAX_CONTAINER_BYTES - head_bytes or self.num_bytes > MAX_CONTAINER_BYTES:
+            return f"{self.num_bytes} bytes of tensor; at most {MAX_CONTAINER_BYTES} can be encoded, all counted"
+        max_envelope_bytes = 0 if self.serde is SerdeId.FAST else MAX_ENVELOPE_BYTES
+        if not 0 <= self.payload_bytes - self.num_bytes <= max_envelope_bytes:
+            return f"a payload of {self.payload_bytes} bytes for {self.num_bytes} bytes of tensor"
+        return None
+
+
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """The tensor as all three serdes write it: a plain contiguous CPU tensor with exactly its own memory. Copies only if it must.
+
+    Raises:
+        TypeError: Not a tensor.
+        ValueError: Its dtype, layout or shape cannot be encoded.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{type(t).__name__} cannot be encoded: give a torch.Tensor")
+    dtype = dtype_name(t.dtype)
+    if t.layout is not torch.strided or t.is_nested or t.is_meta:
+        raise ValueError(f"a tensor of layout {t.layout} on {t.device} cannot be encoded: give a dense one that has values")
+    fault = TensorHead(SerdeId.FAST, dtype, tuple(t.shape), t.nbytes).fault()
+    if fault is not None:
+        raise ValueError(f"a tensor cannot be encoded: {fault}")
+    plain = t.detach().as_subclass(torch.Tensor).to("cpu").resolve_neg()
+    if plain.stride() == contiguous_strides(plain.shape) and plain.untyped_storage().nbytes() == plain.nbytes:
+        return plain
+    return torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a new tensor of that shape, as torch counts them: an empty dimension counts as one."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def head_of(serde: SerdeId, tensor: torch.Tensor, payload: BytesLike) -> TensorHead:
+    """The head of a payload that a serde made of a tensor."""
+    return TensorHead(serde, dtype_name(tensor.dtype), tuple(tensor.shape), len(payload))
+
+
+def seal(head: TensorHead, payload: BytesLike) -> bytes:
+    """Put a head in front of its payload.
+
+    Raises:
+        ValueError: The payload is longer than a container may be.
+    """
+    fault = head.fault()
+    if fault is not None:
+        raise ValueError(f"a tensor cannot be encoded: {fault}")
+    prefix = _PREFIX.pack(MAGIC, VERSION, head.serde, DTYPE_CODES[head.dtype], len(head.shape), head.payload_bytes)
+    prefix += struct.pack(f"<{len(head.shape)}Q", *head.shape)
+    return b"".join((prefix, _digest(prefix, payload), payload))
+
+
+def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
+    """Read and check a head, and its payload against it. Allocates nothing that grows with what the head claims.
+
+    Args:
+        data: All bytes of one container.
+        serde: Which serde's payload is asked for; another one is refused.
+
+    Returns:
+        The head, and the payload: a view of `data`.
+
+    Raises:
+        SerdeError: The bytes are no such container, or are damaged.
+    """
+    view = _as_bytes(data)
+    if len(view) < _PREFIX.size:
+        raise SerdeError(f"{len(view)} bytes are too short for an encoded tensor, which begins with {_PREFIX.size}")
+    magic, version, found, dtype_code, num_dimensions, payload_bytes = _PREFIX.unpack_from(view)
+    if magic != MAGIC or version != VERSION:
+        raise SerdeError(f"not an encoded tensor of version {VERSION}: the bytes begin with {bytes(view[:5]).hex()}")
+    if found != serde:
+        raise SerdeError(f"encoded by serde {found}, read as {serde.name} ({serde.value})")
+    if dtype_code not in _DTYPE_NAMES or num_dimensions > MAX_DIMENSIONS:
+        raise SerdeError(f"dtype {dtype_code} with {num_dimensions} dimensions is not known")
+    digest_at = _PREFIX.size + 8 * num_dimensions
+    payload_at = digest_at + DIGEST_BYTES
+    if len(view) != payload_at + payload_bytes:
+        raise SerdeError(f"{len(view)} bytes, {payload_at + payload_bytes} by its head")
+    shape = struct.unpack_from(f"<{num_dimensions}Q", view, _PREFIX.size)
+    head = TensorHead(serde, _DTYPE_NAMES[dtype_code], shape, payload_bytes)
+    fault = head.fault()
+    if fault is not None:
+        raise SerdeError(f"out of bounds: {fault}")
+    payload = view[payload_at:]
+    if _digest(view[:digest_at], payload) != bytes(view[digest_at:payload_at]):
+        raise SerdeError("damaged: the digest does not match")
+    return head, payload
+
+
+def check_elements(head: TensorHead, elements: memoryview) -> None:
+    """Check that the bytes of a tensor are values of its dtype: of a bool only 0 and 1 are, to torch others are undefined behaviour.
+
+    Raises:
+        SerdeError: They are not.
+    """
+    if head.dtype == "bool" and len(elements) and int(tensor_over(elements, (len(elements),), "uint8").max()) > 1:
+        raise SerdeError("a bool that is neither 0 nor 1")
+
+
+def check_decoded(head: TensorHead, tensor: object) -> torch.Tensor:
+    """Check that what a library made of a payload is what the head says: a plain tensor, with its own memory and no more.
+
+    Raises:
+        SerdeError: It is something else.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.requires_grad:
+        raise SerdeError(f"the payload holds a {type(tensor).__name__}, not a plain tensor")
+    if (tensor.dtype, tuple(tensor.shape)) != (head.torch_dtype, head.shape):
+        raise SerdeError(f"the payload holds {tensor.dtype} {tuple(tensor.shape)}, its head says {head.dtype} {head.shape}")
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != head.num_bytes:
+        raise SerdeError("the payload holds a view of other memory")
+    return tensor
+
+
+@contextmanager
+def library_failures(name: str) -> Iterator[None]:
+    """Turn what a library raises about a payload into `SerdeError`. Too little memory stays what it is: it says nothing of the bytes."""
+    try:
+        yield
+    except (SerdeError, MemoryError):
+        raise
+    except Exception as exc:
+        raise SerdeError(f"{name} refuses the payload: {type(exc).__name__}: {exc}") from exc
+
+
+def _as_bytes(data: BytesLike) -> memoryview:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("bytes with gaps cannot be decoded: copy them with bytes()")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _digest(prefix: BytesLike, payload: BytesLike) -> bytes:
+    hasher = payload_hasher()
+    hasher.update(prefix)
+    hasher.update(payload)
+    return hasher.digest()
