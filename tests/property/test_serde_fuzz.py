@@ -1,0 +1,179 @@
+"""Encoded tensors from anywhere: only `SerdeError` comes of bytes that are none, in bounded memory; what is taken is what its head says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import torch
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+from lmcache_core.errors import SerdeError
+from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
+from lmcache_core.serde import (
+    Deserializer,
+    FastDeserializer,
+    FastSerializer,
+    SafeDeserializer,
+    SafeSerializer,
+    Serializer,
+    TorchDeserializer,
+    TorchSerializer,
+)
+from lmcache_core.testing.serde_suite import bits_of, random_bits, sealed_by_hand
+
+DTYPES = tuple(DTYPE_ITEMSIZE)
+WRITERS: tuple[type[Serializer], ...] = (TorchSerializer, SafeSerializer, FastSerializer)
+READERS: tuple[type[Deserializer], ...] = (TorchDeserializer, SafeDeserializer, FastDeserializer)
+GIVEN = random_bits(torch.bfloat16, (2, 3), 0)
+HEAD_BYTES = 16 + 2 * 8 + 16
+ENCODED = tuple(writer().to_bytes(GIVEN) for writer in WRITERS)
+MEMORY_BOUND_BYTES = 1 << 20
+"""Many times the longest bytes that are read here, and a thousandth of what some of them claim."""
+
+HUGE_SHAPES = ((1 << 30,), (1 << 15, 1 << 15), (1 << 34,), (1 << 62, 2), ((1 << 64) - 1,) * 64)
+
+serdes = st.integers(0, 2)
+shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+hostile_sizes = st.integers(0, 4) | st.integers(1 << 20, 1 << 34) | st.integers((1 << 63) - 2, (1 << 64) - 1)
+edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=4)
+
+
+def read_within_bounds(serde: int, data: bytes) -> torch.Tensor | None:
+    """What the reader makes of the bytes, None if it refuses them; anything else, or much memory, fails the test."""
+    tracemalloc.start()
+    try:
+        return READERS[serde](None).from_bytes(data)
+    except SerdeError:
+        return None
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < MEMORY_BOUND_BYTES
+
+
+def edited(data: bytes, changes: list[tuple[int, bytes, int]], first: int = 0) -> bytes:
+    """The bytes with some inserted and some deleted at each place, none of them before `first`."""
+    for at, inserted, num_deleted in changes:
+        place = first + at % (len(data) - first + 1)
+        data = data[:place] + inserted + data[place + num_deleted :]
+    return data
+
+
+@given(serdes, st.binary(max_size=2000))
+@example(0, b"")
+@example(1, b"LMTB")
+def test_arbitrary_bytes_are_refused(serde: int, data: bytes) -> None:
+    assert read_within_bounds(serde, data) is None
+
+
+@given(serdes, edits)
+def test_a_mutated_encoding_is_refused_or_the_same(serde: int, changes: list[tuple[int, bytes, int]]) -> None:
+    data = edited(ENCODED[serde], changes)
+    found = read_within_bounds(serde, data)
+    assert (found is not None) == (data == ENCODED[serde])
+    assert found is None or bits_of(found) == bits_of(GIVEN)
+
+
+@given(serdes, edits)
+def test_a_mutated_payload_under_a_right_digest_is_what_its_head_says(serde: int, changes: list[tuple[int, bytes, int]]) -> None:
+    payload = edited(ENCODED[serde], changes, HEAD_BYTES)[HEAD_BYTES:]
+    found = read_within_bounds(serde, sealed_by_hand(payload, serde=serde + 1, dtype=4, shape=(2, 3)))
+    if found is not None:
+        assert_is_as_its_head_says(found, "bfloat16", (2, 3))
+
+
+@given(serdes, st.binary(max_size=300), st.integers(0, 14), st.lists(hostile_sizes, max_size=66), st.none() | hostile_sizes)
+def test_any_head_under_a_right_digest_is_refused_or_true(
+    serde: int, payload: bytes, dtype: int, shape: list[int], payload_bytes: int | None
+) -> None:
+    data = sealed_by_hand(payload, serde=serde + 1, dtype=dtype, shape=shape, payload_bytes=payload_bytes)
+    found = read_within_bounds(serde, data)
+    if found is not None:
+        assert_is_as_its_head_says(found, DTYPES[dtype - 1], tuple(shape))
+        assert found.nbytes <= len(payload)
+
+
+@given(st.binary(min_size=16, max_size=200), st.binary(max_size=50))
+def test_any_bytes_behind_a_magic_are_refused_or_true(rest: bytes, payload: bytes) -> None:
+    head = b"LMTB\1\3" + rest
+    found = read_within_bounds(2, head + xxhash.xxh3_128_digest(head + payload) + payload)
+    assert found is None or found.nbytes <= len(payload)
+
+
+@given(serdes, st.sampled_from(DTYPES), shapes, st.integers(0, 1 << 30), st.none() | st.sampled_from(DTYPES))
+def test_what_is_written_is_read(serde: int, dtype: str, shape: tuple[int, ...], seed: int, asked: str | None) -> None:
+    tensor = random_bits(getattr(torch, dtype), shape, seed)
+    found = READERS[serde](asked).from_bytes(WRITERS[serde]().to_bytes(tensor))
+    expected = tensor if asked is None else tensor.to(getattr(torch, asked))
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert bits_of(found) == bits_of(expected)
+
+
+@given(serdes, st.sampled_from(DTYPES), shapes, st.data())
+def test_a_view_is_written_as_its_values(serde: int, dtype: str, shape: tuple[int, ...], data: st.DataObject) -> None:
+    view = random_bits(getattr(torch, dtype), shape, len(shape))
+    for dim in range(view.dim()):
+        start, step = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 3))
+        view = view[(slice(None),) * dim + (slice(start, None, step),)]
+    view = view.permute(data.draw(st.permutations(range(view.dim()))))
+    found = READERS[serde](None).from_bytes(WRITERS[serde]().to_bytes(view))
+    assert found.shape == view.shape
+    assert bits_of(found) == bits_of(view)
+
+
+def assert_is_as_its_head_says(found: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:
+    assert type(found) is torch.Tensor
+    assert (found.dtype, tuple(found.shape)) == (getattr(torch, dtype), shape)
+    assert found.untyped_storage().nbytes() == math.prod(shape) * DTYPE_ITEMSIZE[dtype]
+    assert found.is_contiguous()
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from lmcache_core.errors import SerdeError
+from lmcache_core.serde import FastDeserializer, SafeDeserializer, TorchDeserializer
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmPeak"))
+
+readers = [TorchDeserializer(None), SafeDeserializer(None), FastDeserializer(None)]
+before = peak_bytes()
+num_taken = [0, 0]
+for line in sys.stdin:
+    kind, data = line.split()
+    for reader in readers:
+        try:
+            reader.from_bytes(bytes.fromhex(data))
+            num_taken[int(kind)] += 1
+        except SerdeError:
+            pass
+print(*num_taken, peak_bytes() - before)
+"""
+
+
+def test_lengths_that_are_claimed_take_no_memory() -> None:
+    """All that a process may reserve is counted, touched or not, whoever reserves it: torch, safetensors, Python."""
+    outer, inner = [], []
+    for serde in (1, 2, 3):
+        payload = ENCODED[serde - 1][HEAD_BYTES:]
+        outer += [
+            sealed_by_hand(payload, serde=serde, dtype=11, shape=shape, payload_bytes=claimed)
+            for shape, claimed in itertools.product(HUGE_SHAPES, (None, 1 << 30, (4 << 30) - 100, (1 << 64) - 1))
+        ]
+        for at in range(0, len(payload) - 12, 4):
+            huge = payload[:at] + struct.pack("<I", 1 << 30) + payload[at + 4 :]
+            inner.append(sealed_by_hand(huge, serde=serde, dtype=4, shape=(2, 3)))
+    lines = "".join(f"{kind} {data.hex()}\n" for kind, all_of_kind in enumerate((outer, inner)) for data in all_of_kind)
+    done = subprocess.run([sys.executable, "-c", READ_ALL], input=lines, capture_output=True, text=True, check=True)
+    outer_taken, inner_taken, grown_bytes = map(int, done.stdout.split())
+    assert outer_taken == 0
+    assert inner_taken < len(inner), "a checksum or a time of an archive's member may be anything, a length may not"
+    assert grown_bytes < 64 << 20
