@@ -1,0 +1,169 @@
+"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_core.errors import SerdeError
+from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
+from lmcache_core.serde.blob import Head, Mode, Reader
+from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
+from lmcache_core.serde.entropy.tables import PRECISION_BITS, TOTAL, reciprocals
+from lmcache_core.serde.loops import Loops
+
+Array = npt.NDArray[Any]
+
+ROTATED = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Dtypes whose sign goes to the low end; the exponent of the 8-bit ones shares its byte with the rest anyway."""
+RUN_ELEMENTS = 1 << 15
+MIN_BLOCK_ELEMENTS = 1 << 14
+MAX_BLOCK_ELEMENTS = 1 << 18
+ALPHABET = 256
+_ALPHABET_BITS = 8
+
+
+class LosslessCoder:
+    """Encodes and decodes tensors of any dtype and shape. Thread-safe.
+
+    Args:
+        loops: Machine code.
+        pool: Where blocks are worked on.
+    """
+
+    def __init__(self, loops: Loops, pool: Executor) -> None:
+        self._loops = loops
+        self._pool = pool
+        self._reciprocals = np.stack(reciprocals(np.arange(TOTAL + 1)))
+        self._first_table = np.zeros(RUN_ELEMENTS, np.uint8)
+
+    def encode(self, raw: memoryview, dtype: str, shape: Sequence[int]) -> list[Any]:
+        """Encode a tensor.
+
+        Args:
+            raw: Its bytes.
+            dtype: Its dtype.
+            shape: Its shape; of `[sides, layers, tokens, channels]` each block holds whole layers, as far as that suits.
+
+        Returns:
+            The pieces of the blob, in order.
+        """
+        itemsize = DTYPE_ITEMSIZE[dtype]
+        elements = len(raw) // itemsize
+        block = block_elements(shape)
+        rotated = int(dtype in ROTATED)
+        values = np.frombuffer(raw, np.uint8)
+
+        def encode_block(start: int) -> tuple[bytes, list[Array], Array]:
+            return self._encode_block(values[start * itemsize : (start + block) * itemsize], itemsize, rotated)
+
+        blocks = list(self._pool.map(encode_block, range(0, elements, block)))
+        runs = [run for _, runs, _ in blocks for run in runs]
+        head = Head(Mode.LOSSLESS, rotated, itemsize, (elements & 0xFFFFFFFF, elements >> 32, block, 0))
+        lengths = np.array([run.size for run in runs], "<u4")
+        return [head.pack(), *(table for table, _, _ in blocks), lengths, *runs, *(rest for _, _, rest in blocks)]
+
+    def decode(self, reader: Reader, head: Head, out: memoryview) -> None:
+        """Decode a blob behind its head.
+
+        Args:
+            reader: Behind the head.
+            head: The head, of mode lossless.
+            out: The tensor's bytes, written.
+
+        Raises:
+            SerdeError: The bytes are not such a blob.
+        """
+        itemsize, block = head.itemsize, head.sizes[2]
+        elements = head.sizes[0] | head.sizes[1] << 32
+        if itemsize not in (1, 2, 4, 8) or head.dtype > 1 or elements * itemsize != len(out) or not 0 < block <= MAX_BLOCK_ELEMENTS:
+            raise SerdeError(f"an encoded tensor of {elements} elements of {itemsize} bytes for {len(out)} bytes")
+        sizes = [min(block, elements - start) for start in range(0, elements, block)]
+        tables = [_read_table(reader) for _ in sizes]
+        runs_of = [-(-size // RUN_ELEMENTS) for size in sizes]
+        lengths = reader.array("<u4", sum(runs_of)).astype(np.int64)
+        if (lengths < LANES * STATE_WORDS).any() or (lengths > max_words(RUN_ELEMENTS)).any():
+            raise SerdeError("an encoded tensor with a stream of impossible length")
+        words = reader.array("<u2", int(lengths.sum()))
+        rest = np.frombuffer(reader.take((itemsize - 1) * elements), np.uint8)
+        reader.finish()
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        first_runs = np.concatenate([[0], np.cumsum(runs_of)])
+        values = np.frombuffer(out, np.uint8)
+
+        def decode_block(index: int) -> bool:
+            start, size = index * block, sizes[index]
+            bounds = ends[first_runs[index] : first_runs[index + 1] + 1]
+            low = rest[start * (itemsize - 1) : (start + size) * (itemsize - 1)]
+            return self._decode_block(words, bounds, tables[index], low, values[start * itemsize : (start + size) * itemsize], head)
+
+        if not all(self._pool.map(decode_block, range(len(sizes)))):
+            raise SerdeError("the streams of an encoded tensor are not those of an encoder")
+
+    def _encode_block(self, raw: Array, itemsize: int, rotated: int) -> tuple[bytes, list[Array], Array]:
+        elements = raw.size // itemsize
+        first, rest = np.empty(elements, np.uint8), np.empty(elements * (itemsize - 1), np.uint8)
+        self._loops.split(raw, (itemsize, rotated), first, rest)
+        counts = np.zeros((4, ALPHABET), np.int64)
+        self._loops.count(first, counts)
+        frequencies = normalised(counts.sum(0))
+        coder = np.stack([frequencies, np.cumsum(frequencies) - frequencies, *self._reciprocals[:, frequencies]]).astype(np.uint32)
+        words, states, runs = np.empty(max_words(RUN_ELEMENTS), np.uint16), np.empty(LANES, np.uint32), []
+        for start in range(0, elements, RUN_ELEMENTS):
+            run = first[start : start + RUN_ELEMENTS]
+            begin = self._loops.encode_run(run, (1, run.size, ALPHABET), self._first_table[: run.size], coder, words, states)
+            runs.append(words[begin:].copy())
+        present = np.flatnonzero(frequencies)
+        table = bytes([present.size - 1]) + present.astype(np.uint8).tobytes() + frequencies[present].astype("<u2").tobytes()
+        return table, runs, rest
+
+    def _decode_block(self, words: Array, bounds: Array, frequencies: Array, rest: Array, raw: Array, head: Head) -> bool:
+        first = np.empty(raw.size // head.itemsize, np.uint8)
+        slots = np.repeat(np.arange(ALPHABET, dtype=np.uint8), frequencies)
+        starts = ((np.cumsum(frequencies) - frequencies) << 16 | frequencies).astype(np.uint32)
+        states = np.empty(LANES, np.uint32)
+        for index, start in enumerate(range(0, first.size, RUN_ELEMENTS)):
+            run = first[start : start + RUN_ELEMENTS]
+            place = int(bounds[index]), int(bounds[index + 1]), 1, run.size, _ALPHABET_BITS
+            if self._loops.decode_run(words, place, self._first_table[: run.size], slots, starts, run, states):
+                return False
+        self._loops.join(first, rest, (head.itemsize, head.dtype), raw)
+        return True
+
+
+def block_elements(shape: Sequence[int]) -> int:
+    """Elements that share a table: whole layers of KV where that gives a fair number."""
+    if len(shape) != 4:
+        return MAX_BLOCK_ELEMENTS
+    layer = shape[2] * shape[3]
+    if not 0 < layer <= MAX_BLOCK_ELEMENTS:
+        return MAX_BLOCK_ELEMENTS
+    return layer * -(-MIN_BLOCK_ELEMENTS // layer) if layer < MIN_BLOCK_ELEMENTS else layer
+
+
+def normalised(counts: Array) -> Array:
+    """Frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one does), 0 for the others."""
+    frequencies = np.where(counts > 0, np.maximum(1, counts * TOTAL // int(counts.sum())), 0).astype(np.int64)
+    missing = TOTAL - int(frequencies.sum())
+    while missing < 0:
+        largest = int(frequencies.argmax())
+        taken = min(-missing, int(frequencies[largest]) // 2)
+        frequencies[largest] -= taken
+        missing += taken
+    frequencies[int(frequencies.argmax())] += missing
+    return frequencies
+
+
+def _read_table(reader: Reader) -> Array:
+    present = int(reader.array("u1", 1)[0]) + 1
+    symbols, counts = reader.array("u1", present), reader.array("<u2", present).astype(np.int64)
+    is_ordered = bool((np.diff(symbols.astype(np.int64)) > 0).all())
+    if not is_ordered or (counts == 0).any() or int(counts.sum()) != 1 << PRECISION_BITS:
+        raise SerdeError("an encoded tensor whose frequencies are not those of an encoder")
+    frequencies = np.zeros(ALPHABET, np.int64)
+    frequencies[symbols] = counts
+    return frequencies

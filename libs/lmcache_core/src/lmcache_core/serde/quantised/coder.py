@@ -1,0 +1,264 @@
+"""A quantised tensor as a blob, and back: one plane at a time, each on any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_core.errors import SerdeError
+from lmcache_core.serde.blob import Head, Mode, Reader
+from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
+from lmcache_core.serde.entropy.tables import NUM_SHAPES, ShapeTables, TableSet
+from lmcache_core.serde.loops import Loops
+from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout
+from lmcache_core.serde.quantised.symbols import DELTA_FLAG, NUM_SUMS
+from lmcache_core.serde.quantised.values import FLOAT32, UNIT
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """How the planes of a tensor are quantised.
+
+    Attributes:
+        mode: By token or by plane.
+        levels: Of each plane: the largest symbol.
+        fineness: By plane: the step in 1/256 of the standard deviation.
+    """
+
+    mode: Mode
+    levels: tuple[int, ...]
+    fineness: int = 0
+
+
+class NotQuantisableError(Exception):
+    """A value is not finite, or a scale cannot be divided by: the tensor is to be encoded without loss."""
+
+
+class _Scratch(threading.local):
+    """Arrays of a thread, kept from plane to plane: fresh memory costs as much as the work."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Array] = {}
+
+    def get(self, name: str, dtype: str, count: int) -> Array:
+        array = self._arrays.get(name)
+        if array is None or array.size < count:
+            array = self._arrays[name] = np.empty(count, dtype)
+        return array[:count]
+
+
+class QuantisedCoder:
+    """Encodes and decodes tensors `[sides, layers, tokens, channels]`. Thread-safe.
+
+    Args:
+        loops: Machine code.
+        tables: Probability tables.
+        pool: Where planes are worked on.
+    """
+
+    def __init__(self, loops: Loops, tables: TableSet, pool: Executor) -> None:
+        self._loops = loops
+        self._tables = tables
+        self._pool = pool
+        self._scratch = _Scratch()
+
+    def encode(self, raw: memoryview, dtype: str, layout: PlaneLayout, quantiser: Quantiser) -> tuple[list[Any], Array]:
+        """Encode a tensor.
+
+        Args:
+            raw: Its bytes.
+            dtype: One of `layout.KINDS`.
+            layout: Its shape.
+            quantiser: How.
+
+        Returns:
+            The pieces of the blob, in order, and int64 `[planes, 3]`: of each plane the largest error, the sum of squared errors (in
+            1/UNIT of their scale, squared) and the sum of squared values.
+
+        Raises:
+            NotQuantisableError: See there.
+        """
+        kind = KINDS[dtype]
+        values = np.frombuffer(raw, "<u4" if kind == FLOAT32 else "<u2").reshape(layout.planes, layout.tokens * layout.channels)
+        by_token = quantiser.mode is Mode.BY_TOKEN
+        scales = np.zeros((layout.planes, layout.tokens if by_token else 1), np.uint32)
+        shifts = np.zeros((layout.planes, layout.groups), np.int16)
+        shapes = np.zeros((layout.planes, layout.groups), np.uint8)
+        errors = np.zeros((layout.planes, 3), np.int64)
+
+        def encode_plane(plane: int) -> list[Array]:
+            outputs = scales[plane], shifts[plane], shapes[plane], errors[plane]
+            return self._encode_plane(values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs)
+
+        streams = [stream for streams in self._pool.map(encode_plane, range(layout.planes)) for stream in streams]
+        head = Head(quantiser.mode, kind, values.itemsize, (layout.planes, layout.tokens, layout.channels, 0))
+        levels = np.array(quantiser.levels, np.uint8)
+        lengths = np.array([stream.size for stream in streams], "<u4")
+        return [head.pack(), levels, _packed_scales(scales, kind, by_token), shifts, shapes, lengths, *streams], errors
+
+    def decode(self, reader: Reader, head: Head, layout: PlaneLayout, out: memoryview) -> None:
+        """Decode a blob behind its head.
+
+        Args:
+            reader: Behind the head.
+            head: The head, of mode by token or by plane.
+            layout: The tensor's shape; the blob's must be the same.
+            out: The tensor's bytes, written.
+
+        Raises:
+            SerdeError: The bytes are not such a blob.
+        """
+        by_token = head.mode is Mode.BY_TOKEN
+        kind = head.dtype
+        if head.sizes != (layout.planes, layout.tokens, layout.channels, 0) or kind not in KINDS.values():
+            raise SerdeError(f"an encoded tensor of sizes {head.sizes}, expected {layout}")
+        if head.itemsize != (4 if kind == FLOAT32 else 2) or len(out) != head.itemsize * layout.planes * layout.tokens * layout.channels:
+            raise SerdeError(f"an encoded tensor of {head.itemsize} bytes an element for {len(out)} bytes")
+        levels = reader.array("u1", layout.planes)
+        scales = _unpacked_scales(reader, layout, kind, by_token)
+        shifts = reader.array("<i2", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
+        shapes = reader.array("u1", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
+        lengths = reader.array("<u4", layout.planes * layout.sections).astype(np.int64)
+        self._check(levels, shapes, lengths, layout)
+        words = reader.array("<u2", int(lengths.sum()))
+        reader.finish()
+        ends = np.cumsum(lengths).reshape(layout.planes, layout.sections)
+        starts = ends - lengths.reshape(layout.planes, layout.sections)
+        values = np.frombuffer(out, "<u4" if kind == FLOAT32 else "<u2").reshape(layout.planes, layout.tokens * layout.channels)
+
+        def decode_plane(plane: int) -> bool:
+            inputs = scales[plane], shifts[plane], shapes[plane]
+            place = kind, int(levels[plane]), int(by_token)
+            return self._decode_plane(words, (starts[plane], ends[plane]), inputs, place, layout, values[plane])
+
+        if not all(self._pool.map(decode_plane, range(layout.planes))):
+            raise SerdeError("the streams of an encoded tensor are not those of an encoder")
+
+    def _check(self, levels: Array, shapes: Array, lengths: Array, layout: PlaneLayout) -> None:
+        known = np.zeros(256, bool)
+        known[list(self._tables.levels)] = True
+        if not known[levels].all():
+            raise SerdeError(f"an encoded tensor with {int(levels[~known[levels]][0])} levels; there are tables for {self._tables.levels}")
+        if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
+            raise SerdeError(f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of {NUM_SHAPES}")
+        if (lengths < LANES * STATE_WORDS).any() or (lengths > max_words(layout.tokens * layout.section)).any():
+            raise SerdeError("an encoded tensor with a stream of impossible length")
+
+    def _encode_plane(
+        self, raw: Array, how: tuple[int, int, int], layout: PlaneLayout, outputs: tuple[Array, Array, Array, Array]
+    ) -> list[Array]:
+        kind, levels, fineness = how
+        scales, shifts, shapes, errors = outputs
+        tokens, channels = layout.tokens, layout.channels
+        quantised = self._scratch.get("quantised", "i2", tokens * channels)
+        symbols = self._scratch.get("symbols", "u1", tokens * channels)
+        rows = self._scratch.get("rows", "u4", 2 * channels)
+        if fineness:
+            sums = self._scratch.get("plane sums", "i8", 4 * channels).reshape(4, channels)
+            is_bad = self._loops.quantise_by_plane(raw, (tokens, channels, kind, fineness), quantised, scales, errors, sums, rows)
+        else:
+            is_bad = self._loops.quantise_by_token(raw, (tokens, channels, kind, levels), quantised, scales, errors, rows)
+        if is_bad:
+            raise NotQuantisableError
+        tables = self._tables.of(levels)
+        sums = self._scratch.get("sums", "i4", NUM_SUMS * channels).reshape(NUM_SUMS, channels)
+        how_chosen = tokens, channels, layout.group, levels, int(not fineness)
+        self._loops.choose(quantised, how_chosen, tables.choice, shifts, shapes, sums, symbols)
+        return self._encode_sections(symbols.reshape(tokens, channels), _by_channel(shapes & (DELTA_FLAG - 1), layout), tables, layout)
+
+    def _encode_sections(self, symbols: Array, columns: Array, tables: ShapeTables, layout: PlaneLayout) -> list[Array]:
+        words = self._scratch.get("words", "u2", max_words(layout.tokens * layout.section))
+        states = self._scratch.get("states", "u4", LANES)
+        streams = []
+        for first, width in layout.widths():
+            section = self._scratch.get("section", "u1", layout.tokens * width)
+            section.reshape(layout.tokens, width)[:] = symbols[:, first : first + width]
+            shape = layout.tokens, width, tables.stride
+            start = self._loops.encode_run(section, shape, columns[first : first + width], tables.coder, words, states)
+            streams.append(words[start:].copy())
+        return streams
+
+    def _decode_plane(
+        self,
+        words: Array,
+        bounds: tuple[Array, Array],
+        inputs: tuple[Array, Array, Array],
+        place: tuple[int, int, int],
+        layout: PlaneLayout,
+        raw: Array,
+    ) -> bool:
+        scales, shifts, shapes = inputs
+        kind, levels, by_token = place
+        tables = self._tables.of(levels)
+        stride_bits = tables.stride.bit_length() - 1
+        columns = _by_channel(shapes & (DELTA_FLAG - 1), layout)
+        about = np.stack([_by_channel(shifts, layout), -(_by_channel(shapes, layout) >> 7).astype(np.int32)]).astype(np.int32)
+        states = self._scratch.get("states", "u4", LANES)
+        for index, (first, width) in enumerate(layout.widths()):
+            symbols = self._scratch.get("section", "u1", layout.tokens * width)
+            run = int(bounds[0][index]), int(bounds[1][index]), layout.tokens, width, stride_bits
+            section = slice(first, first + width)
+            is_bad = self._loops.decode_run(words, run, columns[section], tables.slot_symbol, tables.start_and_frequency, symbols, states)
+            if is_bad:
+                return False
+            rows = self._scratch.get("rows", "u4", width)
+            of_section = np.concatenate([about[:, section], np.empty((1, width), np.int32)])
+            self._loops.restore(symbols, raw, (layout.channels, first, width, kind, levels, by_token), scales, of_section, rows)
+        return True
+
+
+def group_errors(errors: Array, groups: Sequence[tuple[str, slice]]) -> list[tuple[str, float, float]]:
+    """Largest and root mean square error of groups of planes.
+
+    Args:
+        errors: int64 `[planes, 3]`, of `QuantisedCoder.encode`.
+        groups: Name and planes of each.
+
+    Returns:
+        Name, largest error relative to its scale, root of the squared errors relative to that of the squared values.
+    """
+    figures = []
+    for name, planes in groups:
+        of_group = errors[planes]
+        power = int(of_group[:, 2].sum())
+        rms = (int(of_group[:, 1].sum()) / power) ** 0.5 if power else 0.0
+        figures.append((name, int(of_group[:, 0].max(initial=0)) / UNIT, rms))
+    return figures
+
+
+def _by_channel(of_group: Array, layout: PlaneLayout) -> Array:
+    """What groups have, for each channel."""
+    return of_group if layout.group == 1 else np.repeat(of_group, layout.group)[: layout.channels]
+
+
+def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
+    """Scales as they travel: by token as values of the dtype, by plane as float32."""
+    if not by_token or kind == FLOAT32:
+        return scales
+    return (scales >> 16).astype("<u2") if kind == KINDS["bfloat16"] else scales.view(np.float32).astype("<f2")
+
+
+def _unpacked_scales(reader: Reader, layout: PlaneLayout, kind: int, by_token: bool) -> Array:
+    """Scales as `restore` wants them: float32 bits, finite, not negative.
+
+    Raises:
+        SerdeError: They are not.
+    """
+    count = layout.planes * (layout.tokens if by_token else 1)
+    if not by_token or kind == FLOAT32:
+        scales: Array = np.array(reader.array("<u4", count), np.uint32)
+    elif kind == KINDS["bfloat16"]:
+        scales = reader.array("<u2", count).astype(np.uint32) << np.uint32(16)
+    else:
+        scales = reader.array("<f2", count).astype(np.float32).view(np.uint32)
+    if (scales >= np.uint32(0x7F800000)).any():
+        raise SerdeError("an encoded tensor with a scale that is negative or not finite")
+    return scales.reshape(layout.planes, -1)
