@@ -1,0 +1,174 @@
+"""The documented bins, the derived ones, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.serde import cachegen
+from lmcache_core.serde.cachegen import CacheGenConfig, QuantizationSpec
+from lmcache_core.serde.cachegen.config import MAX_LAYERS, MAX_MODEL_CONFIG_BYTES
+
+DOCUMENTED = {
+    "mistralai/Mistral-7B-Instruct-v0.2": 32,
+    "lmsys/longchat-7b-16k": 32,
+    "Qwen/Qwen-7B": 32,
+    "meta-llama/Llama-3.1-8B-Instruct": 32,
+    "THUDM/glm-4-9b-chat": 40,
+    "test_model": 32,
+}
+
+
+@pytest.mark.parametrize(("name", "layers"), DOCUMENTED.items())
+def test_documented_models(name: str, layers: int) -> None:
+    config = CacheGenConfig.from_model_name(name)
+    assert config.nlayers == layers
+    assert config.bins_of_keys() == (32,) * 10 + (16,) * (layers - 10)
+    assert config.bins_of_values() == (32,) * 2 + (16,) * (layers - 2)
+
+
+@pytest.mark.parametrize("name", ["/models/glm-4-9b-chat", "models/GLM-4-9B-chat/", "C:\\models\\glm-4-9b-chat"])
+def test_a_documented_model_is_known_by_its_last_part(name: str) -> None:
+    assert CacheGenConfig.from_model_name(name).nlayers == 40
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"num_hidden_layers": 12},
+        {"text_config": {"num_hidden_layers": 12}},
+        {"n_layer": 12},
+        {"num_hidden_layers": None, "num_layers": 12},
+        {"num_hidden_layers": True, "text_config": {"num_hidden_layers": 12}},
+    ],
+)
+def test_a_directory_tells_its_layers(tmp_path, described) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert CacheGenConfig.from_model_name(str(tmp_path)) == CacheGenConfig.for_num_layers(12)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[12]",
+        b"12",
+        b"{}",
+        b"[" * 100_000,
+        b'{"num_hidden_layers": 0}',
+        b'{"num_hidden_layers": "12"}',
+        b'{"num_hidden_layers": 1e3}',
+        b'{"num_hidden_layers": %d}' % (MAX_LAYERS + 1),
+        b'{"num_hidden_layers": 12, "a": "' + b" " * MAX_MODEL_CONFIG_BYTES + b'"}',
+        b'{"num_hidden_layers": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(13),
+)
+def test_a_directory_that_tells_nothing_has_the_default(tmp_path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    assert CacheGenConfig.from_model_name(str(tmp_path)) == CacheGenConfig.for_num_layers(32)
+
+
+@pytest.mark.parametrize("name", ["", "nobody/knows-this", "a\0b", "x" * 10_000, "/proc/self/mem", "..", "///"])
+def test_no_name_is_refused(name: str) -> None:
+    assert CacheGenConfig.from_model_name(name) == CacheGenConfig.for_num_layers(32)
+
+
+def test_no_name_means_no_directory(tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 12}')
+    monkeypatch.chdir(tmp_path)
+    assert CacheGenConfig.from_model_name("").nlayers == 32
+    assert CacheGenConfig.from_model_name(".").nlayers == 12
+
+
+def test_a_pipe_is_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert CacheGenConfig.from_model_name(str(tmp_path)).nlayers == 32
+
+
+@pytest.mark.parametrize(
+    ("layers", "keys", "values"),
+    [
+        (1, (32,), (32,)),
+        (9, (32,) * 9, (32,) * 9),
+        (10, (32,) * 10, (32,) * 2 + (16,) * 8),
+        (11, (32,) * 10 + (16,), (32,) * 2 + (16,) * 9),
+    ],
+)
+def test_derived_bins(layers: int, keys: tuple[int, ...], values: tuple[int, ...]) -> None:
+    config = CacheGenConfig.for_num_layers(layers)
+    assert (config.bins_of_keys(), config.bins_of_values()) == (keys, values)
+
+
+def test_layers_beyond_have_the_bins_of_the_last() -> None:
+    config = CacheGenConfig(2, [QuantizationSpec(0, 1, 64), QuantizationSpec(1, 9, 8)], [QuantizationSpec(0, 2, 4)])
+    assert config.bins_of_keys() == (64, 8)
+    assert config.bins_of_keys(4) == (64, 8, 8, 8)
+    assert config.bins_of_keys(1) == (64,)
+    assert config.bins_of_keys(0) == ()
+    assert config.bins_of_values(3) == (4, 4, 4)
+
+
+def test_a_config_is_a_value() -> None:
+    assert CacheGenConfig.for_num_layers(12) == CacheGenConfig.for_num_layers(12)
+    assert len({CacheGenConfig.for_num_layers(12), CacheGenConfig.for_num_layers(12)}) == 1
+    with pytest.raises(AttributeError):
+        CacheGenConfig.for_num_layers(12).nlayers = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("bins", [0, 2, 3, 5, 258, -4, 32.0, "32", True])
+def test_unusable_bins(bins) -> None:
+    with pytest.raises(ConfigError, match="even number, 4 to 256"):
+        QuantizationSpec(0, 1, bins)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 1), (1, 1), (2, 1), (0, MAX_LAYERS + 1), (0.0, 1), (False, True)])
+def test_unusable_layers(start, end) -> None:
+    with pytest.raises(ConfigError, match="start_layer < end_layer"):
+        QuantizationSpec(start, end, 32)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "add a spec for layers 0 to 4"),
+        ([(0, 3)], "add a spec for layers 3 to 4"),
+        ([(1, 4)], "let it begin at 0"),
+        ([(0, 1), (2, 4)], "let it begin at 1"),
+        ([(0, 3), (2, 4)], "let it begin at 3"),
+        ([(2, 4), (0, 2)], "let it begin at 0"),
+    ],
+)
+def test_specs_cover_every_layer_once(specs, message: str) -> None:
+    wrong = [QuantizationSpec(start, end, 32) for start, end in specs]
+    right = [QuantizationSpec(0, 4, 32)]
+    with pytest.raises(ConfigError, match=f"kspecs.*{message}"):
+        CacheGenConfig(4, wrong, right)
+    with pytest.raises(ConfigError, match=f"vspecs.*{message}"):
+        CacheGenConfig(4, right, wrong)
+
+
+@pytest.mark.parametrize("layers", [0, -1, MAX_LAYERS + 1, 1.0, True])
+def test_unusable_numbers_of_layers(layers) -> None:
+    with pytest.raises(ConfigError, match=f"1 to {MAX_LAYERS}"):
+        CacheGenConfig.for_num_layers(layers)
+    with pytest.raises(ConfigError, match=f"1 to {MAX_LAYERS}"):
+        CacheGenConfig(layers, [QuantizationSpec(0, 4, 32)], [QuantizationSpec(0, 4, 32)])
+
+
+def test_the_config_needs_neither_torch_nor_numba() -> None:
+    code = "from lmcache_core.serde.cachegen import CacheGenConfig; CacheGenConfig.from_model_name('x'); import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numba", "numpy"} & set(loaded)
+
+
+def test_every_name_is_exported() -> None:
+    assert all(getattr(cachegen, name).__name__ == name for name in cachegen.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cachegen.nothing  # noqa: B018
