@@ -28,6 +28,10 @@ def read(payload: bytes, dtype: int = FLOAT32, shape: tuple[int, ...] = (1, 3)) 
     return SafeDeserializer(None).from_bytes(sealed_by_hand(payload, serde=SAFETENSOR, dtype=dtype, shape=shape))
 
 
+def not_to_be_called(*_: object) -> None:
+    pytest.fail("this was shown to the library")
+
+
 def test_the_payload_is_a_safetensors_file() -> None:
     payload = SafeSerializer().to_bytes(GIVEN)[16 + 2 * 8 + 16 :]
     assert list(safetensors.torch.load(payload)) == ["tensor_bytes"]
@@ -50,7 +54,7 @@ def test_a_file_made_by_hand_is_read(padding: bytes) -> None:
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(payload: bytes, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors.torch, "load", pytest.fail)
+    monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
     with pytest.raises(SerdeError, match=match):
         read(payload)
 
@@ -81,7 +85,7 @@ def test_lengths_that_do_not_fit_are_refused(payload: bytes, match: str, monkeyp
     ids=repr,
 )
 def test_another_header_is_never_shown_to_the_library(header: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors.torch, "load", pytest.fail)
+    monkeypatch.setattr(safetensors.torch, "load", not_to_be_called)
     with pytest.raises(SerdeError, match=r"header is not that of one tensor of float32 \(1, 3\)"):
         read(file_of(header))
 
@@ -92,7 +96,8 @@ def test_another_header_is_never_shown_to_the_library(header: object, monkeypatc
         ({}, "holds a NoneType, not a plain tensor"),
         ({"tensor_bytes": GIVEN.double()}, r"holds torch.float64 \(1, 3\), its head says float32 \(1, 3\)"),
         ({"tensor_bytes": GIVEN.view(3)}, r"holds torch.float32 \(3,\), its head says float32 \(1, 3\)"),
-        ({"tensor_bytes": torch.nn.Parameter(GIVEN)}, "holds a Parameter, not a plain tensor"),
+        ({"tensor_bytes": torch.nn.Parameter(GIVEN, requires_grad=False)}, "holds a Parameter, not a plain tensor"),
+        ({"tensor_bytes": GIVEN.clone().requires_grad_()}, "not a plain tensor"),
         ({"tensor_bytes": torch.zeros(1, 3, device="meta")}, "not a plain tensor"),
         ({"tensor_bytes": torch.zeros(1).expand(1, 3)}, "view of other memory"),
         ({"tensor_bytes": torch.zeros(2, 3)[:1]}, "view of other memory"),

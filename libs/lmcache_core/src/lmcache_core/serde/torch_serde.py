@@ -154,16 +154,17 @@ def _members(archive: memoryview) -> dict[bytes, memoryview]:
 
 
 def _member(archive: memoryview, at: int, directory_at: int, end_at: int) -> tuple[int, bytes, memoryview]:
-    """One entry of an archive's directory: where the next one begins, the member's name, its bytes."""
-    if at + _MEMBER.size > end_at:
-        raise SerdeError("the archive's directory is cut off")
+    """One entry of an archive's directory: where the next one begins, the member's name, its bytes.
+
+    The ends of the archive are longer than an entry, so that one can be unpacked wherever the directory goes on.
+    """
     magic, _, _, flags, method, _, _, _, stored_bytes, num_bytes, name_bytes, *rest, local_at = _MEMBER.unpack_from(archive, at)
     extra_bytes, comment_bytes, disk, _, _ = rest
     next_at = at + _MEMBER.size + name_bytes
     name = bytes(archive[at + _MEMBER.size : next_at])
     if magic != b"PK\1\2" or next_at > end_at or not name.startswith(_FOLDER) or extra_bytes or comment_bytes or disk:
         raise SerdeError("the archive's directory is not as torch writes it")
-    if flags & ~_ALLOWED_FLAGS or method or stored_bytes != num_bytes or num_bytes == 0xFFFFFFFF:
+    if flags & ~_ALLOWED_FLAGS or method or stored_bytes != num_bytes:
         raise SerdeError(f"{name!r} is not stored as it is: method {method}, flags {flags:#x}, {num_bytes} bytes in {stored_bytes}")
     if local_at + _LOCAL.size > directory_at:
         raise SerdeError(f"{name!r} lies outside the archive")
