@@ -71,5 +71,6 @@ def test_the_table_is_whole() -> None:
         "lmcache_core.memory": 19,
         "lmcache_core.token_database": 3,
         "lmcache_core.storage": 3,
+        "lmcache_core.serde": 12,
         "lmcache_core.serde.cachegen": 17,
     }
