@@ -38,7 +38,7 @@ class Replayed(Deserializer):
 def test_argument_and_result_pass_through(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, LOGGER)
     recorded, replayed = Recorded(), Replayed()
-    tensor, data = torch.zeros(2, 5, dtype=torch.bfloat16), bytes(9)
+    tensor, data = torch.zeros(2, 5, dtype=torch.bfloat16), memoryview(bytes(16)).cast("d")
     assert SerializerDebugWrapper(recorded).to_bytes(tensor) is recorded.answer
     wrapper = DeserializerDebugWrapper(replayed)
     assert wrapper.from_bytes(data) is replayed.answer
@@ -47,7 +47,7 @@ def test_argument_and_result_pass_through(caplog: pytest.LogCaptureFixture) -> N
     assert wrapper.dtype is torch.float16
     encoded, decoded = caplog.messages
     assert encoded.startswith("Recorded: torch.bfloat16 (2, 5) as 4 bytes in ")
-    assert decoded.startswith("Replayed: 9 bytes as torch.float32 (3, 1) in ")
+    assert decoded.startswith("Replayed: 16 bytes as torch.float32 (3, 1) in ")
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     assert all(line.endswith(" ms") for line in caplog.messages)
 

@@ -46,8 +46,9 @@ class DeserializerDebugWrapper(Deserializer):
         """See `Deserializer.from_bytes`."""
         begin = time.perf_counter()
         tensor = self._wrapped.from_bytes(bs)
+        num_bytes = memoryview(bs).nbytes
         name, shape = type(self._wrapped).__name__, tuple(tensor.shape)
-        logger.debug("%s: %d bytes as %s %s in %.3f ms", name, len(bs), tensor.dtype, shape, _milliseconds_since(begin))
+        logger.debug("%s: %d bytes as %s %s in %.3f ms", name, num_bytes, tensor.dtype, shape, _milliseconds_since(begin))
         return tensor
 
 

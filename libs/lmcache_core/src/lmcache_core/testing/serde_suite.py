@@ -44,7 +44,14 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 
 
 def sealed_by_hand(
-    payload: bytes, *, serde: int, dtype: int, shape: Sequence[int], payload_bytes: int | None = None, magic: bytes = b"LMTB", version: int = 1
+    payload: bytes,
+    *,
+    serde: int,
+    dtype: int,
+    shape: Sequence[int],
+    payload_bytes: int | None = None,
+    magic: bytes = b"LMTB",
+    version: int = 1,
 ) -> bytes:
     """A container of the Torch (1), Safe (2) or Fast (3) serde with a right digest around any payload, made without the code under test.
 
