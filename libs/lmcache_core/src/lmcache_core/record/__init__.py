@@ -12,8 +12,9 @@ from lmcache_core.record.codec import (
     encode_head,
     verify_payload,
 )
+from lmcache_core.record.decoded import decoded_bytes, decoded_header
 from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
-from lmcache_core.record.header import RAW_SERDE, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
+from lmcache_core.record.header import RAW_SERDE, REPORT_EXTENSION, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
 from lmcache_core.record.hot_verifier import HotVerifier
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MissReason",
     "PREFIX_BYTES",
     "RAW_SERDE",
+    "REPORT_EXTENSION",
     "RecordHeader",
     "RecordPrefix",
     "RecordReason",
@@ -36,6 +38,8 @@ __all__ = [
     "UNSEALED_DIGEST",
     "decode_head",
     "decode_prefix",
+    "decoded_bytes",
+    "decoded_header",
     "encode_head",
     "payload_digest",
     "payload_hasher",

@@ -29,6 +29,10 @@ class MissReason(StrEnum):
     UNAVAILABLE = "unavailable"
     BREAKER_OPEN = "breaker_open"
     NO_MEMORY = "no_memory"
+    ENCODING = "encoding"
+    """Lossy where lossless was asked, or encoded by a serde that is not open here."""
+    PROFILE = "profile"
+    """Encoded with a profile or tables that are not known here."""
 
 
 @dataclass(frozen=True, slots=True)

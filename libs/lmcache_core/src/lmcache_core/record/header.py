@@ -17,6 +17,8 @@ from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
 from lmcache_core.record.digest import DIGEST_BYTES
 
 RAW_SERDE = "naive"
+REPORT_EXTENSION = 1
+"""Id of the extension with what an encoder measured of its own work; ignorable."""
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
 MAX_EXTENSIONS = 64
