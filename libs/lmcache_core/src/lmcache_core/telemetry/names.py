@@ -4,6 +4,8 @@ from __future__ import annotations
 
 LABEL_TIER = "tier"
 LABEL_REASON = "reason"
+LABEL_SERDE = "serde"
+LABEL_PROFILE = "profile"
 
 REQUESTED_TOKENS_TOTAL = "lmcache_requested_tokens_total"
 RETRIEVED_TOKENS_TOTAL = "lmcache_retrieved_tokens_total"
@@ -22,3 +24,19 @@ TIER_MICROSECONDS_TOTAL = "lmcache_tier_microseconds_total"
 """Time in calls of a tier. Counters are whole numbers, so this one is not in seconds."""
 
 FAILED_CALLS_TOTAL = "lmcache_failed_calls_total"
+
+CODEC_ENCODED_CHUNKS_TOTAL = "lmcache_codec_encoded_chunks_total"
+CODEC_ENCODED_RAW_BYTES_TOTAL = "lmcache_codec_encoded_raw_bytes_total"
+CODEC_ENCODED_BYTES_TOTAL = "lmcache_codec_encoded_bytes_total"
+CODEC_ENCODE_MICROSECONDS_TOTAL = "lmcache_codec_encode_microseconds_total"
+CODEC_UNENCODED_CHUNKS_TOTAL = "lmcache_codec_unencoded_chunks_total"
+CODEC_DECODED_CHUNKS_TOTAL = "lmcache_codec_decoded_chunks_total"
+CODEC_DECODED_RAW_BYTES_TOTAL = "lmcache_codec_decoded_raw_bytes_total"
+CODEC_DECODED_BYTES_TOTAL = "lmcache_codec_decoded_bytes_total"
+CODEC_DECODE_MICROSECONDS_TOTAL = "lmcache_codec_decode_microseconds_total"
+
+CODEC_LAST_MAX_RELATIVE_ERROR = "lmcache_codec_last_max_relative_error"
+CODEC_LAST_RMS_RELATIVE_ERROR = "lmcache_codec_last_rms_relative_error"
+CODEC_WORST_MAX_RELATIVE_ERROR = "lmcache_codec_worst_max_relative_error"
+CODEC_WORST_RMS_RELATIVE_ERROR = "lmcache_codec_worst_rms_relative_error"
+"""Gauges; the others are counters. Errors are as encoders measured them, for each profile."""

@@ -1,0 +1,120 @@
+"""What codecs did: bytes before and after, time, and how far decoded values are from what was stored."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+from lmcache_core.telemetry.counters import Counters
+from lmcache_core.telemetry.names import (
+    CODEC_DECODE_MICROSECONDS_TOTAL,
+    CODEC_DECODED_BYTES_TOTAL,
+    CODEC_DECODED_CHUNKS_TOTAL,
+    CODEC_DECODED_RAW_BYTES_TOTAL,
+    CODEC_ENCODE_MICROSECONDS_TOTAL,
+    CODEC_ENCODED_BYTES_TOTAL,
+    CODEC_ENCODED_CHUNKS_TOTAL,
+    CODEC_ENCODED_RAW_BYTES_TOTAL,
+    CODEC_UNENCODED_CHUNKS_TOTAL,
+)
+
+MAX_PROFILES = 64
+"""Profiles whose errors are remembered; what more there are come from others' records, and a label's values must be bounded."""
+MAX_ERROR = 1e6
+"""A measured error is shown as at most this: the figure comes out of records, which may say anything."""
+_PARTS_PER_MILLION = 1e6
+_PREFIX, _SUFFIX = "lmcache_codec_", "_total"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredError:
+    """Relative errors that an encoder measured.
+
+    Attributes:
+        max_relative: The largest, over all groups of layers.
+        rms_relative: The largest root of the mean square, over all groups of layers.
+    """
+
+    max_relative: float
+    rms_relative: float
+
+    def worst_with(self, other: MeasuredError) -> MeasuredError:
+        """The larger of each."""
+        return MeasuredError(max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative))
+
+
+class CodecFigures:
+    """Counts and errors of one user of codecs (a tier, a server), and through it of its whole process. Thread-safe.
+
+    Args:
+        counters: Where it is counted, by serde.
+        whole: The figures of the process, which are told the same.
+    """
+
+    def __init__(self, counters: Counters | None = None, whole: CodecFigures | None = None) -> None:
+        self._counters = Counters() if counters is None else counters
+        self._whole = whole
+        self._lock = threading.Lock()
+        self._last: dict[str, MeasuredError] = {}
+        self._worst: dict[str, MeasuredError] = {}
+
+    def encoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
+        """A chunk has been encoded."""
+        self._counters.add(CODEC_ENCODED_CHUNKS_TOTAL, 1, serde)
+        self._counters.add(CODEC_ENCODED_RAW_BYTES_TOTAL, raw_bytes, serde)
+        self._counters.add(CODEC_ENCODED_BYTES_TOTAL, encoded_bytes, serde)
+        self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
+        if self._whole is not None:
+            self._whole.encoded(serde, raw_bytes, encoded_bytes, elapsed_s)
+
+    def left_raw(self, serde: str, elapsed_s: float) -> None:
+        """A chunk would not have become smaller, and stays as it is."""
+        self._counters.add(CODEC_UNENCODED_CHUNKS_TOTAL, 1, serde)
+        self._counters.add(CODEC_ENCODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
+        if self._whole is not None:
+            self._whole.left_raw(serde, elapsed_s)
+
+    def decoded(self, serde: str, raw_bytes: int, encoded_bytes: int, elapsed_s: float) -> None:
+        """A chunk has been decoded."""
+        self._counters.add(CODEC_DECODED_CHUNKS_TOTAL, 1, serde)
+        self._counters.add(CODEC_DECODED_RAW_BYTES_TOTAL, raw_bytes, serde)
+        self._counters.add(CODEC_DECODED_BYTES_TOTAL, encoded_bytes, serde)
+        self._counters.add(CODEC_DECODE_MICROSECONDS_TOTAL, int(elapsed_s * 1e6), serde)
+        if self._whole is not None:
+            self._whole.decoded(serde, raw_bytes, encoded_bytes, elapsed_s)
+
+    def measured(self, profile: str, error: MeasuredError) -> None:
+        """A chunk of that profile has been encoded or decoded whose encoder measured these errors."""
+        bounded = MeasuredError(_bounded(error.max_relative), _bounded(error.rms_relative))
+        with self._lock:
+            if profile in self._last or len(self._last) < MAX_PROFILES:
+                self._last[profile] = bounded
+                self._worst[profile] = bounded.worst_with(self._worst.get(profile, bounded))
+        if self._whole is not None:
+            self._whole.measured(profile, bounded)
+
+    def errors(self) -> dict[str, tuple[MeasuredError, MeasuredError]]:
+        """The last and the worst errors, by profile."""
+        with self._lock:
+            return {profile: (last, self._worst[profile]) for profile, last in self._last.items()}
+
+    def stats(self) -> dict[str, int]:
+        """Figures for status pages, over all serdes: `encoded_raw_bytes`, `encoded_bytes` and so on; errors in parts per million."""
+        figures: dict[str, int] = {}
+        for (name, _), value in self._counters.snapshot().items():
+            if name.startswith(_PREFIX):
+                figure = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+                figures[figure] = figures.get(figure, 0) + value
+        worst = MeasuredError(0.0, 0.0)
+        errors = self.errors()
+        for _, of_profile in errors.values():
+            worst = worst.worst_with(of_profile)
+        if errors:
+            figures["worst_max_error_ppm"] = round(worst.max_relative * _PARTS_PER_MILLION)
+            figures["worst_rms_error_ppm"] = round(worst.rms_relative * _PARTS_PER_MILLION)
+        return figures
+
+
+def _bounded(error: float) -> float:
+    return MAX_ERROR if math.isnan(error) else min(max(error, 0.0), MAX_ERROR)

@@ -1,0 +1,65 @@
+"""What codecs count."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from lmcache_core.telemetry import (
+    CODEC_DECODED_BYTES_TOTAL,
+    CODEC_ENCODE_MICROSECONDS_TOTAL,
+    CODEC_ENCODED_BYTES_TOTAL,
+    CODEC_ENCODED_RAW_BYTES_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    CodecFigures,
+    Counters,
+    MeasuredError,
+)
+from lmcache_core.telemetry.codec_figures import MAX_ERROR, MAX_PROFILES
+
+
+def test_a_tier_and_its_process_count_the_same() -> None:
+    counters = Counters()
+    counters.add(STORED_CHUNKS_TOTAL)
+    whole = CodecFigures(counters)
+    first, second = CodecFigures(whole=whole), CodecFigures(whole=whole)
+    first.encoded("cachegen", 1000, 250, 0.5)
+    second.encoded("lossless", 100, 80, 0.25)
+    second.left_raw("lossless", 0.25)
+    second.decoded("cachegen", 1000, 250, 0.125)
+    assert counters.value(CODEC_ENCODED_RAW_BYTES_TOTAL, "cachegen") == 1000
+    assert counters.value(CODEC_ENCODED_BYTES_TOTAL) == 330
+    assert counters.value(CODEC_ENCODE_MICROSECONDS_TOTAL, "lossless") == 500_000
+    assert counters.value(CODEC_DECODED_BYTES_TOTAL, "cachegen") == 250
+    assert first.stats() == {"encoded_chunks": 1, "encoded_raw_bytes": 1000, "encoded_bytes": 250, "encode_microseconds": 500_000}
+    assert whole.stats()["encoded_chunks"] == 2
+    assert whole.stats()["unencoded_chunks"] == 1
+    assert "stored_chunks" not in whole.stats()
+
+
+def test_errors_are_kept_by_profile_the_last_and_the_worst() -> None:
+    whole = CodecFigures()
+    tier = CodecFigures(whole=whole)
+    for error in (MeasuredError(0.1, 0.05), MeasuredError(0.3, 0.01), MeasuredError(0.2, 0.02)):
+        tier.measured("cachegen/low", error)
+    tier.measured("cachegen/high", MeasuredError(0.01, 0.001))
+    assert whole.errors() == tier.errors()
+    assert whole.errors()["cachegen/low"] == (MeasuredError(0.2, 0.02), MeasuredError(0.3, 0.05))
+    assert tier.stats() == {"worst_max_error_ppm": 300_000, "worst_rms_error_ppm": 50_000}
+
+
+@pytest.mark.parametrize(("said", "kept"), [(math.inf, MAX_ERROR), (math.nan, MAX_ERROR), (-1.0, 0.0), (1e300, MAX_ERROR)])
+def test_what_a_record_says_is_bounded(said: float, kept: float) -> None:
+    figures = CodecFigures()
+    figures.measured("p", MeasuredError(said, said))
+    assert figures.errors()["p"][0] == MeasuredError(kept, kept)
+    assert figures.stats()["worst_max_error_ppm"] == kept * 1e6
+
+
+def test_the_number_of_profiles_is_bounded() -> None:
+    figures = CodecFigures()
+    for i in range(MAX_PROFILES + 5):
+        figures.measured(f"p{i}", MeasuredError(0.1, 0.1))
+    figures.measured("p0", MeasuredError(0.5, 0.5))
+    assert len(figures.errors()) == MAX_PROFILES
+    assert figures.errors()["p0"][0].max_relative == 0.5
