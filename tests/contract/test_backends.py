@@ -11,10 +11,12 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.wrappers import (
     BreakerBackend,
     DeadlineBackend,
+    EncodedBackend,
     FaultPlan,
     FaultyBackend,
     LoggedBackend,
@@ -24,6 +26,8 @@ from lmcache_core.storage.wrappers import (
     lister_of,
 )
 from lmcache_core.testing.backend_suite import BackendSuite, BackendUnderTest, ReadingBackendSuite
+
+from tests.fixtures.encoded_suite import EncodedReadingSuite, EncodedSuite, encoding
 
 CAPACITY_BYTES = 4 << 20
 
@@ -36,6 +40,7 @@ WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
     "metered": MeteredBackend,
     "retry": RetryBackend,
     "faults": lambda backend: FaultyBackend(backend, FaultPlan(seed=0)),
+    "encoded, nothing to encode": lambda backend: EncodedBackend(backend, Codecs({})),
     "all": lambda backend: LoggedBackend(MeteredBackend(BreakerBackend(RetryBackend(DeadlineBackend(backend, timeout_s=10))))),
 }
 
@@ -54,9 +59,10 @@ class HotUnderTest(BackendUnderTest):
 
 
 class DiskUnderTest(BackendUnderTest):
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, wrap: Callable[[StorageBackend], StorageBackend] = lambda backend: backend) -> None:
         self._root = root
-        self.backend = LocalDiskBackend(root, CAPACITY_BYTES)
+        self.disk = LocalDiskBackend(root, CAPACITY_BYTES)
+        self.backend = wrap(self.disk)
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:
         path = self._path(key)
@@ -82,8 +88,22 @@ class TestHot(BackendSuite):
 class TestDisk(ReadingBackendSuite):
     @pytest.fixture
     def under_test(self, tmp_path):
-        yield (disk := DiskUnderTest(tmp_path))
-        disk.backend.check_integrity()
+        yield (under_test := DiskUnderTest(tmp_path))
+        under_test.disk.check_integrity()
+
+
+class TestEncodedHot(EncodedSuite):
+    @pytest.fixture
+    def under_test(self):
+        yield (hot := HotUnderTest(encoding))
+        hot.hot.check_integrity()
+
+
+class TestEncodedDisk(EncodedReadingSuite):
+    @pytest.fixture
+    def under_test(self, tmp_path):
+        yield (under_test := DiskUnderTest(tmp_path, encoding))
+        under_test.disk.check_integrity()
 
 
 class TestWrapped(BackendSuite):

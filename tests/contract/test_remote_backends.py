@@ -17,6 +17,7 @@ from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
+from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import MemoryStore, serving
@@ -187,3 +188,48 @@ class TestFile(RemoteSuite):
     def under_test(self, tmp_path: Path) -> Iterator[FileUnderTest]:
         yield FileUnderTest(tmp_path)
         assert not list(tmp_path.glob(".tmp/*")), "a temporary file stayed"
+
+
+class TestEncodedRedis(EncodedReadingSuite, RemoteSuite):
+    test_a_chunk_without_a_digest_gets_one_on_its_way = None  # what lies there is encoded, with a digest of its own
+
+    @pytest.fixture
+    def under_test(self, redis_server: RedisServer) -> Iterator[RedisUnderTest]:
+        with redis_server.client() as plain:
+            plain.flushall()
+            under_test = RedisUnderTest(redis_server, plain)
+            under_test.backend = encoding(under_test.backend)
+            yield under_test
+
+
+class TestEncodedRest(EncodedReadingSuite, SharedServerSuite):
+    test_a_chunk_without_a_digest_gets_one_on_its_way = None
+
+    @pytest_asyncio.fixture
+    async def under_test(self) -> AsyncIterator[RestUnderTest]:
+        async with rest_server() as server:
+            under_test = RestUnderTest(server)
+            under_test.backend = encoding(under_test.backend)
+            yield under_test
+
+
+class TestEncodedFile(EncodedReadingSuite, RemoteSuite):
+    test_a_chunk_without_a_digest_gets_one_on_its_way = None
+
+    @pytest.fixture
+    def under_test(self, tmp_path: Path) -> FileUnderTest:
+        under_test = FileUnderTest(tmp_path)
+        under_test.backend = encoding(under_test.backend)
+        return under_test
+
+
+class TestEncodedLm(EncodedReadingSuite, SharedServerSuite):
+    test_a_chunk_without_a_digest_gets_one_on_its_way = None
+
+    @pytest_asyncio.fixture
+    async def under_test(self) -> AsyncIterator[LmUnderTest]:
+        store = MemoryStore()
+        async with serving(store) as server:
+            under_test = LmUnderTest(store, server.port)
+            under_test.backend = encoding(under_test.backend)
+            yield under_test

@@ -3,6 +3,7 @@
 from lmcache_core.storage.wrappers.base import WrapperBackend, lister_of
 from lmcache_core.storage.wrappers.breaker import BreakerBackend, BreakerOptions
 from lmcache_core.storage.wrappers.deadline import DeadlineBackend
+from lmcache_core.storage.wrappers.encoded import EncodedBackend
 from lmcache_core.storage.wrappers.faults import FaultPlan, FaultyBackend
 from lmcache_core.storage.wrappers.logged import LoggedBackend
 from lmcache_core.storage.wrappers.metered import MeteredBackend
@@ -12,6 +13,7 @@ __all__ = [
     "BreakerBackend",
     "BreakerOptions",
     "DeadlineBackend",
+    "EncodedBackend",
     "FaultPlan",
     "FaultyBackend",
     "LoggedBackend",

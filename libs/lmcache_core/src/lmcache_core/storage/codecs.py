@@ -1,0 +1,139 @@
+"""The codecs of one process: opened once, however many tiers use them, with the threads that they are called in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+
+from lmcache_core.errors import ConfigError
+from lmcache_core.record import MissReason, RecordHeader
+from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.serde.documented_codec import DocumentedCodec
+from lmcache_core.serde.registry import DOCUMENTED_NAMES, create_codec
+from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.telemetry import CodecFigures, Counters
+
+logger = logging.getLogger(__name__)
+
+MAX_CODEC_THREADS = 4
+"""Chunks encoded and decoded at once; a codec may use threads of its own for each."""
+CLOSE_WAIT_S = 10.0
+ALSO_DECODED = MappingProxyType({"cachegen": ("lossless",)})
+"""What a codec decodes besides what it is called: CacheGen keeps losslessly what it cannot quantise."""
+
+
+def create_codecs(serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None) -> Codecs:
+    """The codecs that options name, not opened.
+
+    Args:
+        serdes: Values of `remote_serde` and its like; None and "naive" are none.
+        decode_documented: Also decode `torch`, `safetensor` and `fast`, where their packages are installed.
+        counters: Where their work is counted.
+
+    Raises:
+        ConfigError: There is no such serde.
+    """
+    named = {serde: codec for serde in dict.fromkeys(serdes) if serde is not None and (codec := create_codec(serde)) is not None}
+    documented = [DocumentedCodec(serde) for serde in DOCUMENTED_NAMES if serde not in named] if decode_documented else []
+    return Codecs(named, documented, counters)
+
+
+class Codecs:
+    """Codecs, shared by those who open them. On one event loop, but for `decoder_of`.
+
+    Only what is open decodes: a record of another serde is a miss, and nothing is imported or compiled because of it.
+
+    Args:
+        named: Those that options name, by that name. All of them can be opened, or none is.
+        further: Others that decode; left out where they cannot be opened.
+        counters: Where their work is counted.
+    """
+
+    def __init__(self, named: dict[str, ChunkCodec], further: Sequence[ChunkCodec] = (), counters: Counters | None = None) -> None:
+        self._named = named
+        self._further = tuple(further)
+        self._open: tuple[ChunkCodec, ...] = ()
+        self._num_users = 0
+        self._lock = asyncio.Lock()
+        self.threads = FilePool("lmcache-transcoding", min(MAX_CODEC_THREADS, len(os.sched_getaffinity(0))))
+        self.figures = CodecFigures(counters)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether opening them takes no time."""
+        return not self._named
+
+    def named(self, serde: str | None) -> ChunkCodec | None:
+        """The codec that an option names; None for none and "naive"."""
+        return None if serde is None else self._named.get(serde)
+
+    def is_lossy(self, serde: str | None) -> bool:
+        """Whether the codec that an option names may lose something."""
+        codec = self.named(serde)
+        return codec is not None and codec.lossy
+
+    def decodable(self) -> list[str]:
+        """Names of the serdes that are decoded here for certain, those that options name; known before they are open."""
+        named = [codec.serde for codec in self._named.values()]
+        return list(dict.fromkeys([*named, *(other for serde in named for other in ALSO_DECODED.get(serde, ()))]))
+
+    async def open(self) -> None:
+        """Open all for one more user, who closes them.
+
+        Raises:
+            ConfigError: One that an option names cannot be had.
+        """
+        async with self._lock:
+            if self._num_users == 0:
+                self.threads.open()
+                try:
+                    await asyncio.to_thread(self._open_all)
+                except BaseException:
+                    await self._close_all()
+                    raise
+            self._num_users += 1
+
+    async def close(self) -> None:
+        """One user less; the last one ends their threads."""
+        async with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                await self._close_all()
+
+    def decoder_of(self, header: RecordHeader) -> ChunkCodec | MissReason:
+        """Who decodes a record, or why nobody does."""
+        for codec in self._open:
+            if codec.decodes(header):
+                return codec
+        families = {_family(codec.serde) for codec in self._open}
+        return MissReason.PROFILE if _family(header.serde) in families else MissReason.ENCODING
+
+    def _open_all(self) -> None:
+        for serde, codec in self._named.items():
+            try:
+                codec.open()
+            except ConfigError as exc:
+                raise ConfigError(f"serde {serde!r}: {exc}") from exc
+            self._open = (*self._open, codec)
+        for codec in self._further:
+            try:
+                codec.open()
+            except ConfigError as exc:
+                logger.info("records of the serde %s are not decoded here: %s", codec.serde, exc)
+            else:
+                self._open = (*self._open, codec)
+
+    async def _close_all(self) -> None:
+        opened, self._open = self._open, ()
+        if not await self.threads.close(CLOSE_WAIT_S):
+            logger.warning("codecs do not come to an end; their threads go on")
+        for codec in opened:
+            await asyncio.to_thread(codec.close)
+
+
+def _family(serde: str) -> str:
+    """The serde's name without its profile."""
+    return serde.partition(":")[0]

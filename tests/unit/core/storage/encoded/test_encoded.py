@@ -1,0 +1,217 @@
+"""A tier whose records are encoded: round trips, time, and who owns what meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk, Miss, MissReason, decoded_header
+from lmcache_core.serde.codec import GroupError
+from lmcache_core.serde.encoding_report import encoding_report
+from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.wrappers import EncodedBackend, FaultPlan, FaultyBackend, encoded
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
+from tests.fixtures.encoded_tier import DATA, content, got, inside, opened
+from tests.fixtures.wire import Arena
+
+
+async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    chunk = make_chunk("a", payload=DATA)
+    assert await tier.batched_put([chunk]) == [True]
+    header = inside(hot, "a")
+    assert (header.key, header.serde, header.lossy) == (chunk.header.key, "flate", False)
+    assert hot.stats()["used_bytes"] < len(DATA) / 4
+    report = encoding_report(header)
+    assert report is not None
+    assert (report.raw_bytes, report.groups) == (len(DATA), ())
+    [result] = await tier.batched_get([chunk.key], arena)
+    assert isinstance(result, Chunk)
+    assert result.described == decoded_header(header)
+    assert not result.is_sealed
+    assert result.header == chunk.header, "sealed, it is the record that was put"
+    assert (result.key, result.tier) == (chunk.key, "Hot")
+    assert content(result) == DATA
+
+
+async def test_what_would_not_become_smaller_stays_raw(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    chunk = make_chunk("noise")
+    assert await tier.batched_put([chunk]) == [True]
+    assert inside(hot, "noise") == chunk.header
+    assert await got(tier, arena, "noise") == [bytes(chunk.memory.byte_array)]
+    assert tier.stats()["unencoded_chunks"] == 1
+
+
+async def test_a_head_that_grows_by_more_than_the_payload_shrinks_is_not_worth_it(hot: LocalCPUBackend) -> None:
+    class Wordy(ZlibCodec):
+        def encode(self, tensors, payload):  # type: ignore[no-untyped-def]
+            made = super().encode(tensors, payload)
+            assert made is not None
+            return msgspec.structs.replace(made, profile="half@" + "t" * 100, report=msgspec.structs.replace(made.report, groups=groups))
+
+    groups = (GroupError("layers", 0.5, 0.25),) * 40
+    async with opened(EncodedBackend(hot, codecs_of(Wordy("wordy")), "wordy")) as tier:
+        data = b"\0" * 300
+        await tier.batched_put([make_chunk("short", payload=data), make_chunk("long", payload=data * 100)])
+    assert tier.stats()["unencoded_chunks"] == 1
+    assert tier.stats()["encoded_chunks"] == 1
+
+
+async def test_what_is_not_decoded_in_time_is_a_miss_and_its_memory_comes_back(
+    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
+    await tier.batched_put([make_chunk(name, payload=DATA) for name in range(6)])
+    await tier.batched_put([make_chunk("raw")])
+    lossless.gate.clear()
+    raw = bytes(make_chunk("raw").memory.byte_array)
+    assert await got(tier, arena, "raw", *range(6), timeout_s=0.05) == [raw, *[MissReason.DEADLINE] * 6]
+    assert arena.allocator.used_bytes > 0, "threads still write there"
+    lossless.gate.set()
+    await arena.until_empty()
+
+
+async def test_time_is_kept_for_decoding(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    class Timed(LocalCPUBackend):
+        limits: list[float]
+
+        async def batched_get(self, keys, allocate, timeout_s=None):  # type: ignore[no-untyped-def]
+            self.limits.append(timeout_s)
+            return await super().batched_get(keys, allocate, timeout_s)
+
+    inner = Timed(ArenaAllocator.anonymous(1 << 20), create_policy())
+    inner.limits = []
+    async with opened(EncodedBackend(inner, codecs_of(lossless), "flate")) as tier:
+        await tier.batched_put([make_chunk("a", payload=DATA)])
+        assert await got(tier, arena, "a", timeout_s=5.0) == [DATA]
+        lossless.gate.clear()
+        threading.Timer(0.1, lossless.gate.set).start()
+        assert await got(tier, arena, "a", timeout_s=5.0) == [DATA]
+        assert await got(tier, arena, "a", timeout_s=5.0) == [DATA]
+        assert await got(tier, arena, "a", timeout_s=0.02) in ([DATA], [MissReason.DEADLINE])
+    assert inner.limits[0] == 5.0
+    assert 4.0 < inner.limits[2] < 4.96
+    assert inner.limits[3] == pytest.approx(0.01), "at most half"
+    await arena.until_empty()
+
+
+async def test_the_loop_goes_on_while_codecs_work(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    lossless.gate.clear()
+    put = asyncio.ensure_future(tier.batched_put([make_chunk("a", payload=DATA)]))
+    while not lossless.num_begun:
+        await asyncio.sleep(0)
+    lossless.gate.set()
+    assert await put == [True]
+    lossless.gate.clear()
+    get = asyncio.ensure_future(got(tier, arena, "a"))
+    while lossless.num_begun < 2:
+        await asyncio.sleep(0)
+    lossless.gate.set()
+    assert await get == [DATA]
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_a_cancelled_get_gives_everything_back(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int) -> None:
+    await tier.batched_put([make_chunk(name, payload=DATA) for name in range(6)])
+    await tier.batched_put([make_chunk("raw")])
+    lossless.gate.clear()
+    get = asyncio.ensure_future(tier.batched_get([make_key(name) for name in ("raw", *range(6))], arena))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    assert get.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await get
+    lossless.gate.set()
+    await arena.until_empty()
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_a_cancelled_put_lets_go_of_its_chunks(tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int) -> None:
+    chunks = [make_chunk(name, payload=DATA, allocate=arena) for name in range(6)]
+    lossless.gate.clear()
+    put = asyncio.ensure_future(tier.batched_put(chunks))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    assert put.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await put
+    for chunk in chunks:
+        chunk.release()
+    lossless.gate.set()
+    await arena.until_empty()
+
+
+async def test_without_memory_for_the_decoded_payload_it_is_a_miss(tier: EncodedBackend) -> None:
+    await tier.batched_put([make_chunk("a", payload=DATA)])
+    small = Arena(len(DATA) // 2)
+    [result] = await tier.batched_get([make_key("a")], small)
+    assert result == Miss(MissReason.NO_MEMORY)
+    small.check_empty()
+
+
+async def test_raw_bytes_on_their_way_are_bounded(
+    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoded, "MAX_ENCODING_BYTES", 3 * len(DATA))
+    tier._gate._max_bytes = 3 * len(DATA)
+    puts = [tier.batched_put([make_chunk(10 * put + i, payload=DATA) for i in range(5)]) for put in range(4)]
+    assert all(all(kept) for kept in await asyncio.gather(*puts))
+    assert 0 < lossless.most_raw_bytes <= 3 * len(DATA)
+    assert tier._gate.used_bytes == 0
+    large = DATA * 5
+    assert await tier.batched_put([make_chunk("large", payload=large), make_chunk("small", payload=DATA)]) == [True, True]
+    assert await got(tier, arena, "large", "small") == [large, DATA], "one that is larger than the bound goes alone"
+
+
+async def test_a_bug_of_the_codec_is_raised_and_leaks_nothing(hot: LocalCPUBackend, arena: Arena) -> None:
+    class Buggy(ZlibCodec):
+        def decode(self, header, payload, out):  # type: ignore[no-untyped-def]
+            if bytes(payload) == bad:
+                raise ArithmeticError("a bug")
+            super().decode(header, payload, out)
+
+    codec = Buggy("flate")
+    bad = bytes(encoded_by(codec, make_chunk("bad", payload=DATA[:1000])).memory.byte_array)
+    async with opened(EncodedBackend(hot, codecs_of(codec), "flate")) as tier:
+        await tier.batched_put([make_chunk(0, payload=DATA), make_chunk("bad", payload=DATA[:1000]), make_chunk(1, payload=DATA)])
+        with pytest.raises(ArithmeticError):
+            await tier.batched_get([make_key(name) for name in (0, "bad", 1)], arena)
+        await arena.until_empty()
+        assert await got(tier, arena, 0) == [DATA]
+
+
+async def test_a_tier_that_fails_passes_its_failure_on(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    async with opened(EncodedBackend(FaultyBackend(hot, FaultPlan(seed=0, failed_calls=1.0)), codecs_of(lossless), "flate")) as tier:
+        with pytest.raises(UnavailableError):
+            await tier.batched_put([make_chunk("a", payload=DATA)])
+        with pytest.raises(UnavailableError):
+            await tier.batched_get([make_key("a")], arena)
+    assert tier._gate.used_bytes == 0
+
+
+async def test_digests_are_made_where_somebody_asks_for_them(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    async with opened(EncodedBackend(hot, codecs_of(lossless), "flate", seals=True)) as tier:
+        await tier.batched_put([make_chunk("a", payload=DATA)])
+        [result] = await tier.batched_get([make_key("a")], arena)
+        assert isinstance(result, Chunk)
+        assert result.is_sealed
+        assert result.header == make_chunk("a", payload=DATA).header
+        result.release()
+
+
+async def test_figures(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    await lossy_tier.batched_put([make_chunk("a", payload=DATA), make_chunk("b", payload=DATA)])
+    await got(lossy_tier, arena, "a")
+    figures = lossy_tier.stats()
+    assert figures["num_chunks"] == 2
+    assert (figures["encoded_chunks"], figures["encoded_raw_bytes"]) == (2, 2 * len(DATA))
+    assert 0 < figures["encoded_bytes"] < len(DATA)
+    assert (figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (1, len(DATA))
+    assert figures["decoded_bytes"] == figures["encoded_bytes"] // 2
+    assert (figures["worst_max_error_ppm"], figures["worst_rms_error_ppm"]) == (250_000, 125_000)
+    assert set(lossy_tier._codecs.figures.errors()) == {"half"}

@@ -1,0 +1,144 @@
+"""What a tier whose records are encoded lets in, and what stands in the way of what."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
+from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.in_the_way import MAX_KEYS_IN_THE_WAY, InTheWay
+from lmcache_core.storage.wrappers import EncodedBackend
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily
+from tests.fixtures.encoded_tier import DATA, content, got, inside, opened, put_inside
+from tests.fixtures.wire import Arena
+
+
+async def test_a_lossy_record_keeps_its_mark_decoded_and_written_on(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    await lossy_tier.batched_put([make_chunk("a", payload=DATA)])
+    [result] = await lossy_tier.batched_get([make_key("a")], arena)
+    assert isinstance(result, Chunk)
+    header = result.described
+    assert (header.serde, header.profile, header.lossy) == ("naive", "half@t1", True)
+    assert result.header.lossy
+    assert content(result) == seen_lossily(DATA)
+    again = decoded_from_lossy(make_chunk("b", payload=seen_lossily(DATA)))
+    assert await lossy_tier.batched_put([again]) == [True]
+    assert (inside(hot, "b").serde, inside(hot, "b").lossy) == ("half", True)
+    assert await got(lossy_tier, arena, "b") == [seen_lossily(DATA)]
+
+
+async def test_a_lossy_tier_takes_lossless_records_of_any_open_serde(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
+    await hot.batched_put([make_chunk("raw"), encoded_by(lossless, make_chunk("flate", payload=DATA))])
+    await hot.batched_put([decoded_from_lossy(make_chunk("decoded", payload=DATA))])
+    assert await got(lossy_tier, arena, "raw", "flate", "decoded") == [bytes(make_chunk("raw").memory.byte_array), DATA, DATA]
+
+
+@pytest.mark.parametrize("serde", ["flate", None, "naive"])
+async def test_where_lossless_is_asked_lossy_is_a_miss(
+    serde: str | None, hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(EncodedBackend(hot, codecs_of(lossless, lossy), serde)) as tier:
+        await hot.batched_put([encoded_by(lossy, make_chunk(0, payload=DATA)), decoded_from_lossy(make_chunk(1, payload=DATA))])
+        await hot.batched_put([encoded_by(lossless, make_chunk(2, payload=DATA))])
+        with caplog.at_level(logging.WARNING):
+            assert await got(tier, arena, 0, 1, 2, 0) == [MissReason.ENCODING, MissReason.ENCODING, DATA, MissReason.ENCODING]
+        assert len(caplog.messages) == 2, "one line for each serde, not for each chunk"
+        assert tier.stats()["refused_encodings"] == 3
+
+
+async def test_a_lossy_record_in_the_way_gives_place_to_the_lossless_one(
+    tier: EncodedBackend, hot: LocalCPUBackend, lossy: ZlibCodec, arena: Arena
+) -> None:
+    keys = [make_key("a"), make_key("other")]
+    await hot.batched_put([encoded_by(lossy, make_chunk(name, payload=DATA)) for name in ("a", "other")])
+    assert await tier.batched_contains(keys) == [True, True], "nobody knows yet"
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    assert await tier.batched_contains(keys) == [False, True]
+    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+    assert await tier.batched_contains(keys) == [True, True]
+    assert await got(tier, arena, "a", "other") == [DATA, MissReason.ENCODING]
+    assert not inside(hot, "a").lossy
+
+
+async def test_what_is_lossy_does_not_come_in_where_it_would_not_be_served(tier: EncodedBackend, hot: LocalCPUBackend) -> None:
+    chunks = [make_chunk("a", payload=DATA), decoded_from_lossy(make_chunk("b", payload=DATA)), make_chunk("c", payload=DATA)]
+    assert await tier.batched_put(chunks) == [True, False, True]
+    assert set(hot.keys()) == {make_key("a"), make_key("c")}
+
+
+async def test_what_another_writer_has_put_right_is_seen(
+    tier: EncodedBackend, hot: LocalCPUBackend, lossy: ZlibCodec, arena: Arena
+) -> None:
+    await hot.batched_put([encoded_by(lossy, make_chunk("a", payload=DATA))])
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    await hot.batched_put([make_chunk("a", payload=DATA)])
+    assert await got(tier, arena, "a") == [DATA]
+    assert await tier.batched_contains([make_key("a")]) == [True]
+
+
+async def test_what_cannot_be_decoded_here_is_never_removed(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    assert await tier.batched_contains([make_key("a")]) == [True]
+    await tier.batched_put([make_chunk("a", payload=DATA)])
+    assert inside(hot, "a").serde == "unknown"
+
+
+async def test_an_unknown_profile_is_a_miss_of_its_own(lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena) -> None:
+    made = encoded_by(ZlibCodec("half", lossy=True), make_chunk("a", payload=DATA))
+    header = msgspec.structs.replace(made.header, profile="half@other-tables")
+    await hot.batched_put([Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")])
+    assert await got(lossy_tier, arena, "a") == [MissReason.PROFILE]
+
+
+async def test_a_server_that_says_encoding_is_believed(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    class Filtering(LocalCPUBackend):
+        async def batched_get(self, keys, allocate, timeout_s=None):  # type: ignore[no-untyped-def]
+            return [Miss(MissReason.ENCODING)] * len(keys)
+
+    inner = Filtering(ArenaAllocator.anonymous(1 << 20), create_policy())
+    async with opened(EncodedBackend(inner, codecs_of(lossless), "flate")) as tier:
+        await inner.batched_put([make_chunk("a")])
+        assert await got(tier, arena, "a") == [MissReason.ENCODING]
+        assert await tier.batched_contains([make_key("a")]) == [False]
+
+
+@pytest.mark.parametrize("at", [0, 3, -1])
+async def test_payloads_that_do_not_decode_are_corrupt(tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, at: int) -> None:
+    """With the right digest: a writer's mistake, or malice."""
+    made = encoded_by(ZlibCodec("flate"), make_chunk("a", payload=DATA))
+    payload = bytearray(made.memory.byte_array)
+    payload[at] ^= 0x55
+    assert await put_inside(hot, made, payload, made.header.tensors)
+    assert await got(tier, arena, "a") == [MissReason.CORRUPT]
+    assert await got(tier, arena, "b") == [MissReason.NEVER_STORED], "and it goes on"
+
+
+@pytest.mark.parametrize(("shape", "reason"), [((1 << 33,), MissReason.CORRUPT), ((1 << 31,), MissReason.NO_MEMORY)])
+async def test_sizes_are_checked_before_anything_is_allocated(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, shape: tuple[int, ...], reason: MissReason
+) -> None:
+    made = encoded_by(ZlibCodec("flate"), make_chunk("bomb", payload=DATA))
+    spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
+    assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
+    assert await got(tier, arena, "bomb") == [reason]
+
+
+def test_what_is_in_the_way_is_bounded() -> None:
+    way = InTheWay()
+    for name in range(MAX_KEYS_IN_THE_WAY + 1):
+        way.note(make_key(name))
+    assert len(way) == MAX_KEYS_IN_THE_WAY
+    assert make_key(0) not in way
+    way.note(make_key(1))
+    way.note(make_key("new"))
+    assert make_key(1) in way
+    assert make_key(2) not in way
