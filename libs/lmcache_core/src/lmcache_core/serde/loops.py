@@ -14,8 +14,8 @@ Loop = Callable[..., Any]
 class Loops:
     """Compiled functions; each is documented where it is written, under the same name."""
 
-    encode_run: Loop
-    decode_run: Loop
+    encode_sections: Loop
+    decode_sections: Loop
     quantise_by_token: Loop
     quantise_by_plane: Loop
     restore: Loop
@@ -40,8 +40,8 @@ def load_loops() -> Loops:
     from lmcache_core.serde.quantised import symbols, values
 
     return Loops(
-        encode_run=compiled(rans.encode_run, [rans.ENCODE_SIGNATURE]),
-        decode_run=compiled(rans.decode_run, [rans.DECODE_SIGNATURE]),
+        encode_sections=compiled(rans.encode_sections, [rans.ENCODE_SIGNATURE]),
+        decode_sections=compiled(rans.decode_sections, [rans.DECODE_SIGNATURE]),
         quantise_by_token=compiled(values.quantise_by_token, values.BY_TOKEN_SIGNATURES),
         quantise_by_plane=compiled(values.quantise_by_plane, values.BY_PLANE_SIGNATURES),
         restore=compiled(values.restore, values.RESTORE_SIGNATURES),

@@ -1,4 +1,4 @@
-"""The container of the Torch, Safe and Fast serdes: a checked head, then the payload that the serde made. Needs torch.
+"""The container of the documented serdes: a checked head, then the payload that the serde made. Needs torch.
 
     magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64 for each dimension | digest | payload
 
@@ -60,6 +60,7 @@ class SerdeId(IntEnum):
     TORCH = 1
     SAFETENSOR = 2
     FAST = 3
+    CACHEGEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class TensorHead:
         if self.payload_bytes > MAX_CONTAINER_BYTES - head_bytes or self.num_bytes > MAX_CONTAINER_BYTES:
             return f"{self.num_bytes} bytes of tensor; at most {MAX_CONTAINER_BYTES} can be encoded, all counted"
         max_envelope_bytes = 0 if self.serde is SerdeId.FAST else MAX_ENVELOPE_BYTES
+        if self.serde is SerdeId.CACHEGEN and self.payload_bytes <= self.num_bytes:
+            return None
         if not 0 <= self.payload_bytes - self.num_bytes <= max_envelope_bytes:
             return f"a payload of {self.payload_bytes} bytes for {self.num_bytes} bytes of tensor"
         return None

@@ -1,7 +1,7 @@
 """Machine code of the inner loops: compiled once a process, before the first request, and kept beside the source where that can be written.
 
 Code that was compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a read-only file system too. Where none
-fits this machine's processor, compiling takes some seconds at start-up. The files lie in `__pycache__`, next to and trusted like Python's own.
+fits this machine's processor, compiling takes some seconds at start-up. The files lie in `__pycache__`, trusted like Python's own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ floating point. On KV of a trained model, curves chosen by variance come within 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ class ShapeTables:
         levels: Largest symbol.
         frequencies: `[NUM_SHAPES, 2 * levels + 1]`, each row sums to `TOTAL`; 0 for symbols that a tight shape cannot code.
         stride: Entries of one shape in the flat arrays below: the next power of two.
-        coder: uint32 `[4, NUM_SHAPES * stride]`: frequency, where a symbol's slots start, and the two of `reciprocals`.
+        coder: uint32 `[NUM_SHAPES * stride, 4]`: frequency, where a symbol's slots start, and the two of `reciprocals`.
         slot_symbol: uint8 `[NUM_SHAPES * TOTAL]`, the symbol (plus `levels`) of each slot.
         start_and_frequency: uint32, start in the upper half and frequency in the lower.
         choice: int64 `[2, NUM_WIDTHS]`. First row, in `1 / VARIANCE_UNIT`: the width chosen is the number of bounds below the variance (the
@@ -105,6 +106,7 @@ class TableSet:
         return self._tables[levels]
 
 
+@functools.cache
 def bell_curves() -> TableSet:
     """The tables that every process has."""
     return TableSet({levels: _bell_rows(levels) for levels in LEVELS})
@@ -136,7 +138,7 @@ def flattened(levels: int, frequencies: I64) -> ShapeTables:
         levels,
         frequencies,
         stride,
-        np.stack([rows.ravel().astype(np.uint32), starts.ravel().astype(np.uint32), *reciprocals(rows.ravel())]),
+        np.stack([rows.ravel().astype(np.uint32), starts.ravel().astype(np.uint32), *reciprocals(rows.ravel())], axis=1),
         slots.ravel(),
         (starts << 16 | rows).ravel().astype(np.uint32),
         np.array([[*bounds, np.iinfo(np.int64).max], support]),

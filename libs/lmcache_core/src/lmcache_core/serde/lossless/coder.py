@@ -39,7 +39,7 @@ class LosslessCoder:
         self._loops = loops
         self._pool = pool
         self._reciprocals = np.stack(reciprocals(np.arange(TOTAL + 1)))
-        self._first_table = np.zeros(RUN_ELEMENTS, np.uint8)
+        self._first_table = np.zeros(MAX_BLOCK_ELEMENTS, np.uint8)
 
     def encode(self, raw: memoryview, dtype: str, shape: Sequence[int]) -> list[Any]:
         """Encode a tensor.
@@ -58,14 +58,13 @@ class LosslessCoder:
         rotated = int(dtype in ROTATED)
         values = np.frombuffer(raw, np.uint8)
 
-        def encode_block(start: int) -> tuple[bytes, list[Array], Array]:
+        def encode_block(start: int) -> tuple[bytes, Array, Array, Array]:
             return self._encode_block(values[start * itemsize : (start + block) * itemsize], itemsize, rotated)
 
         blocks = list(self._pool.map(encode_block, range(0, elements, block)))
-        runs = [run for _, runs, _ in blocks for run in runs]
         head = Head(Mode.LOSSLESS, rotated, itemsize, (elements & 0xFFFFFFFF, elements >> 32, block, 0))
-        lengths = np.array([run.size for run in runs], "<u4")
-        return [head.pack(), *(table for table, _, _ in blocks), lengths, *runs, *(rest for _, _, rest in blocks)]
+        tables, lengths, words, rest = zip(*blocks, strict=True) if blocks else ((), (), (), ())
+        return [head.pack(), *tables, *lengths, *words, *rest]
 
     def decode(self, reader: Reader, head: Head, out: memoryview) -> None:
         """Decode a blob behind its head.
@@ -91,46 +90,42 @@ class LosslessCoder:
         words = reader.array("<u2", int(lengths.sum()))
         rest = np.frombuffer(reader.take((itemsize - 1) * elements), np.uint8)
         reader.finish()
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        first_runs = np.concatenate([[0], np.cumsum(runs_of)])
+        lengths_of = np.split(lengths, np.cumsum(runs_of)[:-1]) if sizes else []
+        starts = np.cumsum([0, *(int(of_block.sum()) for of_block in lengths_of)])
         values = np.frombuffer(out, np.uint8)
 
         def decode_block(index: int) -> bool:
             start, size = index * block, sizes[index]
-            bounds = ends[first_runs[index] : first_runs[index + 1] + 1]
             low = rest[start * (itemsize - 1) : (start + size) * (itemsize - 1)]
-            return self._decode_block(words, bounds, tables[index], low, values[start * itemsize : (start + size) * itemsize], head)
+            raw = values[start * itemsize : (start + size) * itemsize]
+            return self._decode_block(words[int(starts[index]) :], lengths_of[index], tables[index], low, raw, head)
 
         if not all(self._pool.map(decode_block, range(len(sizes)))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
 
-    def _encode_block(self, raw: Array, itemsize: int, rotated: int) -> tuple[bytes, list[Array], Array]:
+    def _encode_block(self, raw: Array, itemsize: int, rotated: int) -> tuple[bytes, Array, Array, Array]:
         elements = raw.size // itemsize
         first, rest = np.empty(elements, np.uint8), np.empty(elements * (itemsize - 1), np.uint8)
         self._loops.split(raw, (itemsize, rotated), first, rest)
         counts = np.zeros((4, ALPHABET), np.int64)
         self._loops.count(first, counts)
         frequencies = normalised(counts.sum(0))
-        coder = np.stack([frequencies, np.cumsum(frequencies) - frequencies, *self._reciprocals[:, frequencies]]).astype(np.uint32)
-        words, states, runs = np.empty(max_words(RUN_ELEMENTS), np.uint16), np.empty(LANES, np.uint32), []
-        for start in range(0, elements, RUN_ELEMENTS):
-            run = first[start : start + RUN_ELEMENTS]
-            begin = self._loops.encode_run(run, (1, run.size, ALPHABET), self._first_table[: run.size], coder, words, states)
-            runs.append(words[begin:].copy())
+        coder = np.stack([frequencies, np.cumsum(frequencies) - frequencies, *self._reciprocals[:, frequencies]], axis=1).astype(np.uint32)
+        lengths = np.zeros(-(-elements // RUN_ELEMENTS), np.int64)
+        words = np.empty(lengths.size * max_words(RUN_ELEMENTS), np.uint16)
+        runs = 1, elements, RUN_ELEMENTS, ALPHABET
+        start = self._loops.encode_sections(first, runs, self._first_table[:elements], coder, words, lengths)
         present = np.flatnonzero(frequencies)
         table = bytes([present.size - 1]) + present.astype(np.uint8).tobytes() + frequencies[present].astype("<u2").tobytes()
-        return table, runs, rest
+        return table, lengths.astype("<u4"), words[start:].copy(), rest
 
-    def _decode_block(self, words: Array, bounds: Array, frequencies: Array, rest: Array, raw: Array, head: Head) -> bool:
+    def _decode_block(self, words: Array, lengths: Array, frequencies: Array, rest: Array, raw: Array, head: Head) -> bool:
         first = np.empty(raw.size // head.itemsize, np.uint8)
         slots = np.repeat(np.arange(ALPHABET, dtype=np.uint8), frequencies)
         starts = ((np.cumsum(frequencies) - frequencies) << 16 | frequencies).astype(np.uint32)
-        states = np.empty(LANES, np.uint32)
-        for index, start in enumerate(range(0, first.size, RUN_ELEMENTS)):
-            run = first[start : start + RUN_ELEMENTS]
-            place = int(bounds[index]), int(bounds[index + 1]), 1, run.size, _ALPHABET_BITS
-            if self._loops.decode_run(words, place, self._first_table[: run.size], slots, starts, run, states):
-                return False
+        runs = 0, 1, first.size, RUN_ELEMENTS, _ALPHABET_BITS
+        if self._loops.decode_sections(words, runs, lengths, self._first_table[: first.size], slots, starts, first):
+            return False
         self._loops.join(first, rest, (head.itemsize, head.dtype), raw)
         return True
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
-from lmcache_core.serde.entropy.tables import NUM_SHAPES, ShapeTables, TableSet
+from lmcache_core.serde.entropy.tables import NUM_SHAPES, TableSet
 from lmcache_core.serde.loops import Loops
 from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout
 from lmcache_core.serde.quantised.symbols import DELTA_FLAG, NUM_SUMS
@@ -94,15 +94,16 @@ class QuantisedCoder:
         shapes = np.zeros((layout.planes, layout.groups), np.uint8)
         errors = np.zeros((layout.planes, 3), np.int64)
 
-        def encode_plane(plane: int) -> list[Array]:
-            outputs = scales[plane], shifts[plane], shapes[plane], errors[plane]
+        lengths = np.zeros((layout.planes, layout.sections), np.int64)
+
+        def encode_plane(plane: int) -> Array:
+            outputs = scales[plane], shifts[plane], shapes[plane], errors[plane], lengths[plane]
             return self._encode_plane(values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs)
 
-        streams = [stream for streams in self._pool.map(encode_plane, range(layout.planes)) for stream in streams]
+        streams = list(self._pool.map(encode_plane, range(layout.planes)))
         head = Head(quantiser.mode, kind, values.itemsize, (layout.planes, layout.tokens, layout.channels, 0))
         levels = np.array(quantiser.levels, np.uint8)
-        lengths = np.array([stream.size for stream in streams], "<u4")
-        return [head.pack(), levels, _packed_scales(scales, kind, by_token), shifts, shapes, lengths, *streams], errors
+        return [head.pack(), levels, _packed_scales(scales, kind, by_token), shifts, shapes, lengths.astype("<u4"), *streams], errors
 
     def decode(self, reader: Reader, head: Head, layout: PlaneLayout, out: memoryview) -> None:
         """Decode a blob behind its head.
@@ -130,14 +131,14 @@ class QuantisedCoder:
         self._check(levels, shapes, lengths, layout)
         words = reader.array("<u2", int(lengths.sum()))
         reader.finish()
-        ends = np.cumsum(lengths).reshape(layout.planes, layout.sections)
-        starts = ends - lengths.reshape(layout.planes, layout.sections)
+        lengths = lengths.reshape(layout.planes, layout.sections)
+        starts = np.cumsum(lengths.sum(1)) - lengths.sum(1)
         values = np.frombuffer(out, "<u4" if kind == FLOAT32 else "<u2").reshape(layout.planes, layout.tokens * layout.channels)
 
         def decode_plane(plane: int) -> bool:
-            inputs = scales[plane], shifts[plane], shapes[plane]
-            place = kind, int(levels[plane]), int(by_token)
-            return self._decode_plane(words, (starts[plane], ends[plane]), inputs, place, layout, values[plane])
+            inputs = lengths[plane], scales[plane], shifts[plane], shapes[plane]
+            place = int(starts[plane]), kind, int(levels[plane]), int(by_token)
+            return self._decode_plane(words, place, inputs, layout, values[plane])
 
         if not all(self._pool.map(decode_plane, range(layout.planes))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
@@ -153,10 +154,10 @@ class QuantisedCoder:
             raise SerdeError("an encoded tensor with a stream of impossible length")
 
     def _encode_plane(
-        self, raw: Array, how: tuple[int, int, int], layout: PlaneLayout, outputs: tuple[Array, Array, Array, Array]
-    ) -> list[Array]:
+        self, raw: Array, how: tuple[int, int, int], layout: PlaneLayout, outputs: tuple[Array, Array, Array, Array, Array]
+    ) -> Array:
         kind, levels, fineness = how
-        scales, shifts, shapes, errors = outputs
+        scales, shifts, shapes, errors, lengths = outputs
         tokens, channels = layout.tokens, layout.channels
         quantised = self._scratch.get("quantised", "i2", tokens * channels)
         symbols = self._scratch.get("symbols", "u1", tokens * channels)
@@ -172,46 +173,29 @@ class QuantisedCoder:
         sums = self._scratch.get("sums", "i4", NUM_SUMS * channels).reshape(NUM_SUMS, channels)
         how_chosen = tokens, channels, layout.group, levels, int(not fineness)
         self._loops.choose(quantised, how_chosen, tables.choice, shifts, shapes, sums, symbols)
-        return self._encode_sections(symbols.reshape(tokens, channels), _by_channel(shapes & (DELTA_FLAG - 1), layout), tables, layout)
-
-    def _encode_sections(self, symbols: Array, columns: Array, tables: ShapeTables, layout: PlaneLayout) -> list[Array]:
-        words = self._scratch.get("words", "u2", max_words(layout.tokens * layout.section))
-        states = self._scratch.get("states", "u4", LANES)
-        streams = []
-        for first, width in layout.widths():
-            section = self._scratch.get("section", "u1", layout.tokens * width)
-            section.reshape(layout.tokens, width)[:] = symbols[:, first : first + width]
-            shape = layout.tokens, width, tables.stride
-            start = self._loops.encode_run(section, shape, columns[first : first + width], tables.coder, words, states)
-            streams.append(words[start:].copy())
-        return streams
+        columns = _by_channel(shapes & (DELTA_FLAG - 1), layout)
+        words = self._scratch.get("words", "u2", sum(max_words(tokens * width) for width in layout.widths))
+        sections = tokens, channels, layout.section, tables.stride
+        start = self._loops.encode_sections(symbols, sections, columns, tables.coder, words, lengths)
+        return words[start:].copy()
 
     def _decode_plane(
-        self,
-        words: Array,
-        bounds: tuple[Array, Array],
-        inputs: tuple[Array, Array, Array],
-        place: tuple[int, int, int],
-        layout: PlaneLayout,
-        raw: Array,
+        self, words: Array, place: tuple[int, int, int, int], inputs: tuple[Array, Array, Array, Array], layout: PlaneLayout, raw: Array
     ) -> bool:
-        scales, shifts, shapes = inputs
-        kind, levels, by_token = place
+        start, kind, levels, by_token = place
+        lengths, scales, shifts, shapes = inputs
+        tokens, channels = layout.tokens, layout.channels
         tables = self._tables.of(levels)
-        stride_bits = tables.stride.bit_length() - 1
+        symbols = self._scratch.get("symbols", "u1", tokens * channels)
         columns = _by_channel(shapes & (DELTA_FLAG - 1), layout)
-        about = np.stack([_by_channel(shifts, layout), -(_by_channel(shapes, layout) >> 7).astype(np.int32)]).astype(np.int32)
-        states = self._scratch.get("states", "u4", LANES)
-        for index, (first, width) in enumerate(layout.widths()):
-            symbols = self._scratch.get("section", "u1", layout.tokens * width)
-            run = int(bounds[0][index]), int(bounds[1][index]), layout.tokens, width, stride_bits
-            section = slice(first, first + width)
-            is_bad = self._loops.decode_run(words, run, columns[section], tables.slot_symbol, tables.start_and_frequency, symbols, states)
-            if is_bad:
-                return False
-            rows = self._scratch.get("rows", "u4", width)
-            of_section = np.concatenate([about[:, section], np.empty((1, width), np.int32)])
-            self._loops.restore(symbols, raw, (layout.channels, first, width, kind, levels, by_token), scales, of_section, rows)
+        sections = start, tokens, channels, layout.section, tables.stride.bit_length() - 1
+        if self._loops.decode_sections(words, sections, lengths, columns, tables.slot_symbol, tables.start_and_frequency, symbols):
+            return False
+        about = self._scratch.get("columns", "i4", 3 * channels).reshape(3, channels)
+        about[0] = _by_channel(shifts, layout)
+        about[1] = -(_by_channel(shapes, layout) >> 7).astype(np.int32)
+        rows = self._scratch.get("rows", "u4", channels)
+        self._loops.restore(symbols, raw, (tokens, channels, kind, levels, by_token), scales, about, rows)
         return True
 
 

@@ -60,9 +60,10 @@ class PlaneLayout:
         """Sections of a plane."""
         return -(-self.channels // self.section)
 
-    def widths(self) -> list[tuple[int, int]]:
-        """First channel and number of channels of each section of a plane."""
-        return [(first, min(self.section, self.channels - first)) for first in range(0, self.channels, self.section)]
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each section of a plane."""
+        return [min(self.section, self.channels - first) for first in range(0, self.channels, self.section)]
 
 
 def can_be_quantised(dtype: str, shape: Sequence[int]) -> bool:

@@ -30,10 +30,10 @@ _LARGEST_BITS = 227 << 23
 OK, NOT_FINITE = 0, 1
 
 _READ_ONLY = "Array({}, 1, 'C', readonly=True)"
-_TOKEN_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
+_ROW_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
 _PLANE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], int64[:, ::1], uint32[::1])"
-_RESTORE_ARRAYS = "UniTuple(int64, 6), uint32[::1], int32[:, ::1], uint32[::1])"
-BY_TOKEN_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_TOKEN_ARRAYS}" for raw in ("uint16", "uint32"))
+_RESTORE_ARRAYS = "UniTuple(int64, 5), uint32[::1], int32[:, ::1], uint32[::1])"
+BY_TOKEN_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_ROW_ARRAYS}" for raw in ("uint16", "uint32"))
 BY_PLANE_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_PLANE_ARRAYS}" for raw in ("uint16", "uint32"))
 RESTORE_SIGNATURES = tuple(f"void(uint8[::1], {raw}[::1], {_RESTORE_ARRAYS}" for raw in ("uint16", "uint32"))
 
@@ -240,40 +240,40 @@ def _root(square: Any) -> Any:
     return root
 
 
-def restore(symbols: Any, raw: Any, place: tuple[int, int, int, int, int, int], scales: Any, columns: Any, scratch: Any) -> None:
-    """Raw values of some columns of a plane, of their symbols (see `symbols.choose`).
+def restore(symbols: Any, raw: Any, shape: tuple[int, int, int, int, int], scales: Any, columns: Any, scratch: Any) -> None:
+    """Raw values of a plane, of their symbols (see `symbols.choose`).
 
     Args:
-        symbols: uint8 `[tokens * width]`, each at most `2 * levels`.
-        raw: `[tokens * channels]`, of which `width` columns are written.
-        place: Values of a row of the plane (channels), first column, columns (width), dtype, levels, and 1 by token, 0 by plane.
+        symbols: uint8 `[tokens * channels]`, each at most `2 * levels`.
+        raw: `[tokens * channels]`, written.
+        shape: Rows (tokens), values of a row (channels), dtype, levels, and 1 by token, 0 by plane.
         scales: uint32 `[tokens]` by token, else `[1]`.
-        columns: int32 `[3, width]`: shift of each column; all bits where its symbols are deltas, none elsewhere; scratch.
-        scratch: uint32 `[width]`.
+        columns: int32 `[3, channels]`: shift of each column; all bits where its symbols are deltas, none elsewhere; scratch.
+        scratch: uint32 `[channels]`.
     """
-    channels, first, width, kind, top, by_token = place
+    tokens, channels, kind, top, by_token = shape
     shift, mask, before = columns[0], columns[1], columns[2]
     values = scratch.view(np.float32)
     scale_of = scales.view(np.float32)
     steps, levels, size = float32(top), int32(top), int32(2 * top + 1)
     scale = scale_of[0]
-    for i in range(width):
+    for i in range(channels):
         before[i] = int32(0)
-    for token in range(symbols.size // width):
-        row = symbols[token * width : (token + 1) * width]
-        for i in range(width):
+    for token in range(tokens):
+        row = symbols[token * channels : (token + 1) * channels]
+        for i in range(channels):
             centred = int32(row[i]) - levels + (before[i] & mask[i])
             centred = centred - size if centred > levels else centred
             before[i] = centred + size if centred < -levels else centred
         if by_token:
             scale = scale_of[token]
-            for i in range(width):
+            for i in range(channels):
                 whole = before[i] + shift[i]
                 whole = whole - size if whole > levels else whole
                 whole = whole + size if whole < -levels else whole
                 values[i] = (float32(whole) / steps) * scale
         else:
-            for i in range(width):
+            for i in range(channels):
                 values[i] = float32(before[i] + shift[i]) * scale
-        _narrow(scratch, width, kind)
-        _store(scratch, width, kind, raw[token * channels + first : token * channels + first + width])
+        _narrow(scratch, channels, kind)
+        _store(scratch, channels, kind, raw[token * channels : (token + 1) * channels])
