@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lmcache_core.serde.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
     from lmcache_core.serde.debug import DeserializerDebugWrapper, SerializerDebugWrapper
     from lmcache_core.serde.fast_serde import FastDeserializer, FastSerializer
+    from lmcache_core.serde.registry import create_codec
     from lmcache_core.serde.safe_serde import SafeDeserializer, SafeSerializer
     from lmcache_core.serde.torch_serde import TorchDeserializer, TorchSerializer
 
@@ -31,6 +32,7 @@ _RESOLVED_LATER = MappingProxyType(
         "SerializerDebugWrapper": "debug",
         "TorchDeserializer": "torch_serde",
         "TorchSerializer": "torch_serde",
+        "create_codec": "registry",
     }
 )
 
@@ -47,6 +49,7 @@ __all__ = [
     "SerializerDebugWrapper",
     "TorchDeserializer",
     "TorchSerializer",
+    "create_codec",
 ]
 
 

@@ -86,13 +86,7 @@ class CacheGenDeserializer(Deserializer):
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
         """See `Deserializer.from_bytes`."""
         head, body = unseal(bs, SerdeId.CACHEGEN)
-        if (
-            len(body) < 3
-            or body[0] > _TOKENS_FOURTH
-            or body[1] >= len(_ENCODINGS)
-            or not 3 + body[2] <= len(body)
-            or body[2] > MAX_PROFILE_BYTES
-        ):
+        if len(body) < 3 or body[0] > _TOKENS_FOURTH or body[1] >= len(_ENCODINGS) or not 3 + body[2] <= len(body):
             raise SerdeError("the payload names no known encoding")
         axes, serde = body[0], _ENCODINGS[body[1]]
         profile = bytes(body[3 : 3 + body[2]]).decode("ascii", "replace")
