@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from lmcache_core.p2p.distributed_url import parse_distributed_url
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 MAX_PEERS = 128
@@ -18,10 +19,11 @@ class PeerPool:
         tier: Name that chunks from peers carry.
         timeout_s: Deadline of a call.
         connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off interval.
+        accepts: Which records peers may send.
     """
 
-    def __init__(self, name: str, tier: str, timeout_s: float, connect_timeout_s: float = 0.5) -> None:
-        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier)
+    def __init__(self, name: str, tier: str, timeout_s: float, connect_timeout_s: float = 0.5, accepts: Accepts = ONLY_LOSSLESS) -> None:
+        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier, accepts=accepts)
         self._clients: OrderedDict[str, LmClient] = OrderedDict()
 
     async def client(self, distributed_url: str) -> LmClient:

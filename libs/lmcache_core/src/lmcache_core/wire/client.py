@@ -12,6 +12,7 @@ from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.wire.backoff import Backoff
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Put, PutOk, Remove, RemoveOk
@@ -33,6 +34,7 @@ class ClientOptions:
         backoff_cap_s: Longest one.
         name: This client, for the server's logs and for tickets.
         tier: Name that chunks from here carry.
+        accepts: Which records the server may send.
     """
 
     timeout_s: float = 5.0
@@ -42,6 +44,7 @@ class ClientOptions:
     backoff_cap_s: float = 5.0
     name: str = ""
     tier: str = "RemoteBackend"
+    accepts: Accepts = ONLY_LOSSLESS
 
 
 class LmClient:
@@ -234,7 +237,7 @@ class LmClient:
             async with asyncio.timeout(self._options.connect_timeout_s):
                 _, stream = await asyncio.get_running_loop().create_connection(FrameStream, self._host, self._port)
                 connection = ClientConnection(stream, self._name)
-                await connection.greet(self._token, self._options.name)
+                await connection.greet(self._token, self._options.name, self._options.accepts.capabilities())
         except BaseException as exc:
             if connection is not None:
                 await connection.close()

@@ -82,8 +82,13 @@ class ClientConnection:
         """Whether requests can be sent."""
         return self._stream.is_open and self._reader is not None and not self._reader.done()
 
-    async def greet(self, token: str | None, client: str) -> None:
+    async def greet(self, token: str | None, client: str, capabilities: Sequence[str] = ()) -> None:
         """Exchange HELLO and start the reader.
+
+        Args:
+            token: Bearer token, None for none.
+            client: Name of this client.
+            capabilities: Names of its abilities.
 
         Raises:
             AuthenticationError: The server does not take the token.
@@ -91,7 +96,7 @@ class ClientConnection:
             ProtocolError: The answer is not one.
             UnavailableError: The connection ended, or the server is busy.
         """
-        await self._stream.send_message(_HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, [], token, client))
+        await self._stream.send_message(_HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, list(capabilities), token, client))
         header = await self._stream.read_header()
         if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
             raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")

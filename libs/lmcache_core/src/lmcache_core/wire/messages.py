@@ -58,7 +58,7 @@ class Hello(Message, frozen=True, array_like=True):
     Attributes:
         version_min: Oldest version the client speaks.
         version_max: Newest one.
-        capabilities: Names of optional abilities; none is defined yet.
+        capabilities: Names of optional abilities; see `lmcache_core.wire.capabilities`.
         token: Bearer token, nil without one.
         client: Name of the client, for logs and to compare tickets with.
     """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import MAX_BLOB_BYTES
 from lmcache_core.wire.messages import MAX_BATCH_KEYS
 
@@ -30,6 +31,18 @@ class ServedStore(Protocol):
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that were there."""
+
+
+@runtime_checkable
+class AdaptsToClients(Protocol):
+    """Ability: a store that serves each client what that one can take. Without it all are served the same."""
+
+    @property
+    def offers(self) -> Accepts:
+        """All that a client may be served if it can take it."""
+
+    def for_client(self, accepts: Accepts) -> ServedStore:
+        """The same store, as a client sees it that can take these records."""
 
 
 class HasTenant(Protocol):
@@ -92,7 +105,7 @@ class Service:
     """Everything that the sessions of one server share.
 
     Attributes:
-        store: Where chunks are.
+        store: Where chunks are; may be one that `AdaptsToClients`.
         authenticate: Maps HELLO's token to who it belongs to, or raises `AuthenticationError`.
         verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may still GET.
         limits: Bounds.

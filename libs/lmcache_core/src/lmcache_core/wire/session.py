@@ -12,10 +12,11 @@ from lmcache_core.errors import AuthenticationError, IdentityError, LMCacheError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.wire import messages
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ErrorCode, ErrorMessage, Message
-from lmcache_core.wire.served import Service
+from lmcache_core.wire.served import AdaptsToClients, Service
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Session:
     def __init__(self, stream: FrameStream, service: Service) -> None:
         self._stream = stream
         self._service = service
+        self._served = service.store
         self._limits = service.limits
         self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)  # those that end are still counted there
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
@@ -90,7 +92,17 @@ class Session:
         except AuthenticationError:
             if self._service.verify_ticket is None or hello.token is not None:
                 raise
-        await self._send(header.correlation_id, messages.HelloOk(version, [], self._service.name, self._limits.max_batch))
+        agreed = self._adapt(hello.capabilities)
+        await self._send(header.correlation_id, messages.HelloOk(version, agreed, self._service.name, self._limits.max_batch))
+
+    def _adapt(self, capabilities: Sequence[str]) -> list[str]:
+        """Serve from now on what the client can take; its capabilities that matter here."""
+        store = self._service.store
+        if not isinstance(store, AdaptsToClients):
+            return []
+        self._served = store.for_client(Accepts.said_by(capabilities))
+        offered = store.offers.capabilities()
+        return [name for name in dict.fromkeys(capabilities) if name in offered]
 
     async def _serve(self) -> None:
         while True:
@@ -128,7 +140,7 @@ class Session:
         if self._tenant is None:
             await self._stream.discard(header.blob_bytes)
             return None
-        record = await IncomingRecord(self._stream, header.blob_bytes, self._service.store.allocate).receive(None)
+        record = await IncomingRecord(self._stream, header.blob_bytes, self._served.allocate).receive(None)
         if isinstance(record, Miss):
             return record
         self._unstored[header.correlation_id] = record
@@ -152,7 +164,7 @@ class Session:
                 self._stream.close()
 
     async def _dispatch(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:
-        store = self._service.store
+        store = self._served
         match message:
             case messages.Ping():
                 await self._send(correlation_id, messages.Pong())
@@ -172,7 +184,7 @@ class Session:
         size = self._limits.get_batch
         for begin in range(0, len(keys), size):
             batch = keys[begin : begin + size]
-            results = await self._service.store.get(batch)
+            results = await self._served.get(batch)
             try:
                 for index, (_, result) in enumerate(zip(batch, results, strict=True), begin):
                     if isinstance(result, Chunk):
@@ -196,7 +208,7 @@ class Session:
             if not await record.verify():
                 return MissReason.CORRUPT.value
             key = ChunkKey(tenant, record.header.engine_key())
-            is_kept = await self._service.store.put(Chunk(key, record.header, record.head, record.memory, TIER))
+            is_kept = await self._served.put(Chunk(key, record.header, record.head, record.memory, TIER))
             return "" if is_kept else MissReason.NO_MEMORY.value
         finally:
             del self._unstored[correlation_id]

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, RemoteOptions
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
 __all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "RemoteOptions", "create_remote_backend"]
 
@@ -29,7 +30,11 @@ _MODULES = MappingProxyType(
 
 
 def create_remote_backend(
-    url: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, client_name: str = "lmcache"
+    url: str,
+    token: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    client_name: str = "lmcache",
+    accepts: Accepts = ONLY_LOSSLESS,
 ) -> StorageBackend:
     """The tier behind that URL, not opened.
 
@@ -40,6 +45,7 @@ def create_remote_backend(
         token: Bearer token for lm and http.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
+        accepts: Which records the server may send, where the protocol can say it; by default only those without loss.
 
     Raises:
         ConfigError: The URL is not one of these, or its client library is not installed.
@@ -51,7 +57,7 @@ def create_remote_backend(
         module = importlib.import_module(_MODULES[scheme])
     except ModuleNotFoundError as exc:
         raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
-    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name))
+    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts))
     return backend
 
 

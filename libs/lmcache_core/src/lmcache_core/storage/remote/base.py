@@ -21,6 +21,7 @@ from lmcache_core.record import (
     decode_prefix,
     verify_payload,
 )
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
 REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
@@ -35,11 +36,13 @@ class RemoteOptions:
         token: Bearer token, where the protocol has one.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
+        accepts: Which records the server may send, where the protocol can say it.
     """
 
     token: str | None = field(default=None, repr=False)
     timeout_s: float = DEFAULT_TIMEOUT_S
     client_name: str = "lmcache"
+    accepts: Accepts = ONLY_LOSSLESS
 
 
 @dataclass(slots=True)

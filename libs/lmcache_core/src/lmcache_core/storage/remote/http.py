@@ -20,6 +20,8 @@ from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
 
 RECORD_TYPE = "application/vnd.lmcache.record"
+ACCEPT_HEADER = "LMCache-Accept"
+ACCEPT_LOSSLESS = "lossless"
 MAX_CONNECTIONS = 8
 MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
@@ -71,6 +73,8 @@ class HttpBackend(StorageBackend):
     async def open(self) -> None:
         """Set the client up; it connects when first needed."""
         headers = {"User-Agent": self._options.client_name, "Accept-Encoding": "identity"}
+        if not self._options.accepts.lossy:
+            headers[ACCEPT_HEADER] = ACCEPT_LOSSLESS
         if self._options.token is not None:
             headers["Authorization"] = f"Bearer {self._options.token}"
         try:

@@ -31,7 +31,10 @@ def create(url: str, options: RemoteOptions) -> LmBackend:
     if not parts.hostname or parts.path not in ("", "/") or parts.query or parts.username or parts.password:
         raise ConfigError(f"remote url {parts.scheme}://{parts.hostname}: must be lm://host:port, and the token an option of its own")
     client = LmClient(
-        parts.hostname, port, options.token, ClientOptions(timeout_s=options.timeout_s, name=options.client_name, tier=REMOTE_TIER)
+        parts.hostname,
+        port,
+        options.token,
+        ClientOptions(timeout_s=options.timeout_s, name=options.client_name, tier=REMOTE_TIER, accepts=options.accepts),
     )
     return LmBackend(client)
 

@@ -1,0 +1,39 @@
+"""Names of optional abilities in HELLO: which records a client can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lmcache_core.wire.messages import MAX_CAPABILITIES
+
+LOSSY = "lossy"
+SERDE_PREFIX = "serde:"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """Which records a client can take; one without loss and raw it always can.
+
+    Attributes:
+        lossy: Also those that were encoded with loss, raw or not.
+        serdes: Names of the serdes that it decodes.
+    """
+
+    lossy: bool = False
+    serdes: frozenset[str] = field(default_factory=frozenset)
+
+    @classmethod
+    def said_by(cls, capabilities: Iterable[str]) -> Accepts:
+        """What a client's capabilities say."""
+        names = frozenset(capabilities)
+        return cls(LOSSY in names, frozenset(name.removeprefix(SERDE_PREFIX) for name in names if name.startswith(SERDE_PREFIX)))
+
+    def capabilities(self) -> tuple[str, ...]:
+        """As a client says it, the same order every time."""
+        names = ([LOSSY] if self.lossy else []) + [SERDE_PREFIX + serde for serde in sorted(self.serdes)]
+        return tuple(names[:MAX_CAPABILITIES])
+
+
+ONLY_LOSSLESS = Accepts()
+"""And raw: what every client can take."""
