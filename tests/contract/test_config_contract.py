@@ -56,6 +56,7 @@ OURS = [
     ("disk_fsync", False),
     ("remote_token_file", None),
     ("save_unfull_chunk", True),
+    ("local_disk_serde", "naive"),
 ]
 # A value of each documented option that differs from its default and from all others, where it can.
 PLACED: dict[str, Any] = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from lmcache_core.config import DISK_SERDES
+from lmcache_core.config.options import did_you_mean
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
 from lmcache_servicekit.settings import Port, is_loopback
 from lmcache_servicekit.tier_settings import TierSettings
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
@@ -28,6 +30,20 @@ def default_arena_directory() -> Path:
     return SHARED_MEMORY / f"lmcache-{os.getuid()}" if SHARED_MEMORY.is_dir() else default_run_directory() / "arena"
 
 
+def known_serde(value: str) -> str:
+    """The name, if it is one of `DISK_SERDES`.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in DISK_SERDES:
+        raise ValueError(f"{value!r} is no encoding that a sidecar has{did_you_mean(value, DISK_SERDES)}")
+    return value
+
+
+Serde = Annotated[str, AfterValidator(known_serde)]
+
+
 class SidecarSettings(TierSettings):
     """Options of the sidecar beside those of every tier; sizes are in GB (2^30 bytes).
 
@@ -38,6 +54,11 @@ class SidecarSettings(TierSettings):
         arena_gb: Size of the shared memory.
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
         remote_url: Remote tier, for example `lm://cache-storage:65432`.
+        remote_serde: How chunks are encoded for the remote tier: `naive` (as they are), `lossless`, or, with loss, `cachegen`,
+            `cachegen:high`, `cachegen:low`; all but the first need `lmcache-core[codec]`. What others have stored with loss is a miss
+            unless one of the last three is chosen.
+        disk_serde: The same for the disk.
+        peer_serde: The same for chunks that are served to peers who can read it; also decides whether what peers send with loss is taken.
         lookup_url: The lookup service.
         broker_url: The broker.
         lm_host: Where to serve chunks to peers.
@@ -64,6 +85,9 @@ class SidecarSettings(TierSettings):
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     remote_url: str | None = None
+    remote_serde: Serde = "naive"
+    disk_serde: Serde = "naive"
+    peer_serde: Serde = "naive"
     lookup_url: str | None = None
     broker_url: str | None = None
     lm_host: str = "127.0.0.1"
@@ -97,6 +121,10 @@ class SidecarSettings(TierSettings):
     def _check_contradictions(self) -> SidecarSettings:
         if (self.lookup_url is None) != (self.broker_url is None):
             raise ValueError("lookup_url and broker_url go together: peers are found through both; set both or none")
+        if self.remote_serde != "naive" and self.remote_url is None:
+            raise ValueError(f"remote_serde={self.remote_serde!r}, but there is no remote tier to encode for: set remote_url or leave it out")
+        if self.disk_serde != "naive" and self.disk_path is None:
+            raise ValueError(f"disk_serde={self.disk_serde!r}, but there is no disk to encode for: set disk_path or leave it out")
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:
             raise ValueError(
                 f"lm_host={self.lm_host!r} is reachable from other machines, but neither ticket_keys_file nor auth_tokens_file is set: "

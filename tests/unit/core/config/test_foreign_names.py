@@ -133,7 +133,7 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"audit_actual_remote_url": "redis://u:s3cret@h"}, "audit_actual_remote_url='redis://…@h': "),
         ({"cache_policy": "LRU", "eviction_policy": "s3fifo"}, "cache_policy='LRU' means eviction_policy='lru', but that is set too"),
         ({"max_local_cache_size": 4, "max_local_cpu_size": 5}, "keep one of them"),
-        ({"remote_serde": "cachegen"}, "remote_serde='cachegen': must be naive"),
+        ({"remote_serde": "kivi"}, "remote_serde='kivi': must be one of naive, "),
         ({"remote_url": "mooncakestore://h:1"}, "remote_url='mooncakestore://h:1': must be a URL with one of the schemes lm, "),
         ({"max_local_cache_size": "20"}, "max_local_cpu_size='20': must be a number"),
         ({"local_disk": "/a,/b"}, "^local_disk='/a,/b': must be a directory"),

@@ -51,7 +51,6 @@ def put(engine: LMCacheEngine, key: CacheEngineKey, fields: dict[str, object], s
     [
         pytest.param({"serde": "other"}, TensorSpec("", "float32", SHAPE, 0, NUM_BYTES), NUM_BYTES, id="encoded"),
         pytest.param({"serde": "other"}, TensorSpec("", "float32", SHAPE, 0, 100), 100, id="compressed"),
-        pytest.param({"lossy": True}, TensorSpec("", "float32", SHAPE, 0, NUM_BYTES), NUM_BYTES, id="lossy"),
         pytest.param({}, TensorSpec("", "float32", SHAPE, 512, NUM_BYTES), 512 + NUM_BYTES, id="offset"),
         pytest.param({}, TensorSpec("", "int32", SHAPE, 0, NUM_BYTES), NUM_BYTES, id="dtype"),
         pytest.param({}, TensorSpec("", "float32", SHAPE[::-1], 0, NUM_BYTES), NUM_BYTES, id="shape"),
@@ -69,3 +68,13 @@ def test_other_encodings_are_a_miss_with_a_reason(
     assert all(torch.isnan(side).all() for layer in target for side in layer), "serving engine memory is untouched"
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "layout") == 2
     assert engine.counters.value(RETRIEVED_CHUNKS_TOTAL) == 0
+
+
+def test_what_was_decoded_from_a_lossy_record_is_taken(engine: LMCacheEngine) -> None:
+    """The tier that it came from has decided that already: here it is raw KV like any."""
+    keys = [key for _, _, key in engine._token_database.process_tokens(TOKENS)]
+    for key in keys:
+        put(engine, key, {"lossy": True, "profile": "low@0123"}, TensorSpec("", "float32", SHAPE, 0, NUM_BYTES), NUM_BYTES)
+    target = empty_kv(len(TOKENS))
+    assert engine.retrieve(TOKENS, kvcaches=target).all()
+    assert all((side == 0).all() for layer in target for side in layer)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from lmcache_core.config.engine_config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.legacy import DEFAULT_DISK_GB, DEFAULT_DISK_PATH, LEGACY_BACKENDS
 from lmcache_core.config.metadata import LMCacheEngineMetadata, LMCacheMemPoolMetadata
-from lmcache_core.config.options import EVICTION_POLICIES, REMOTE_SCHEMES, VERIFY_HOT_MODES, Option
+from lmcache_core.config.options import DISK_SERDES, EVICTION_POLICIES, REMOTE_SCHEMES, REMOTE_SERDES, VERIFY_HOT_MODES, Option
 from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, SERVICE_ENV_PREFIXES
 
 __all__ = [
     "CONFIG_FILE_ENV",
     "DEFAULT_DISK_GB",
     "DEFAULT_DISK_PATH",
+    "DISK_SERDES",
     "ENV_PREFIX",
     "EVICTION_POLICIES",
     "LEGACY_BACKENDS",
@@ -25,6 +26,7 @@ __all__ = [
     "OPTIONS",
     "Option",
     "REMOTE_SCHEMES",
+    "REMOTE_SERDES",
     "SERVICE_ENV_PREFIXES",
     "VERIFY_HOT_MODES",
 ]

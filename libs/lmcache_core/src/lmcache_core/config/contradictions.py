@@ -53,6 +53,11 @@ CONTRADICTIONS = (
         "there is no disk to sync; set local_disk or leave disk_fsync out",
     ),
     Contradiction(
+        ("local_disk_serde", "local_disk"),
+        lambda c: c.local_disk_serde != "naive" and c.local_disk is None and c.sidecar_socket is None,
+        "there is no disk to encode for; set local_disk or leave local_disk_serde out",
+    ),
+    Contradiction(
         ("remote_token_file", "remote_url"),
         lambda c: bool(c.remote_token_file and c.remote_url) and urlsplit(c.remote_url).scheme not in TOKEN_SCHEMES,
         f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its URL, and leave remote_token_file out",

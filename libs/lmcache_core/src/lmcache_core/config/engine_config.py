@@ -8,12 +8,12 @@ from typing import Any
 
 from lmcache_core.config import sources
 from lmcache_core.config.contradictions import refuse_contradictions
+from lmcache_core.config.documented_options import DocumentedOptions
 from lmcache_core.config.legacy import tiers_of
 from lmcache_core.config.options import (
-    DIRECTORY_URL,
+    DISK_SERDES,
     EVICTION_POLICIES,
     NON_EMPTY,
-    REMOTE_URL,
     VERIFY_HOT_MODES,
     about,
     did_you_mean,
@@ -22,92 +22,18 @@ from lmcache_core.config.options import (
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
-_PEERS_ARE_THE_SIDECARS = (
-    "peers are found and served by the pod's sidecar, by its settings lookup_url, broker_url and distributed_url, so leave it false here"
-)
 
 
 @dataclass(frozen=True, repr=False)
-class LMCacheEngineConfig:
+class LMCacheEngineConfig(DocumentedOptions):
     """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with it, and in docs/configuration.md.
 
-    The first fifteen are the documented ones, in their order, with their defaults in `from_defaults`. The others are this library's own.
+    The first fifteen are the documented ones, with their defaults in `from_defaults`. The others are this library's own.
 
     Raises:
         ConfigError: A value is impossible, or contradicts another.
     """
 
-    chunk_size: int = field(
-        metadata=about("Chunks", "Tokens in a chunk, the unit that is hashed, stored and found.", unit="tokens", low=1, high=65536)
-    )
-    local_cpu: bool = field(
-        metadata=about("Host memory", "Keep chunks in host memory.", beside_sidecar="leave it true, the sidecar keeps chunks in its memory")
-    )
-    max_local_cpu_size: float = field(
-        metadata=about(
-            "Host memory",
-            "Host memory for chunks. Needed with `local_cpu` off too: chunks pass through it. Beside a sidecar unused: its `arena_gb`.",
-            unit="GB",
-            low=0,
-            high=1 << 20,
-        )
-    )
-    local_disk: str | None = field(
-        metadata=about("Disk", "Directory for chunks.", form=DIRECTORY_URL, beside_sidecar="set the sidecar's disk_path and disk_gb")
-    )
-    max_local_disk_size: float = field(
-        metadata=about(
-            "Disk",
-            "Disk space for chunks. A file that names `local_disk` alone gets 5. Without `local_disk` unused.",
-            unit="GB",
-            low=0,
-            high=1 << 24,
-            beside_sidecar="set the sidecar's disk_gb",
-        )
-    )
-    remote_url: str | None = field(
-        metadata=about(
-            "Remote tier",
-            "Where chunks are shared. With nobody listening it costs one refused connection and one log line, then its breaker opens. "
-            "From a file or the environment the default is none.",
-            form=REMOTE_URL,
-            beside_sidecar="set the sidecar's remote_url",
-        )
-    )
-    remote_serde: str | None = field(
-        metadata=about(
-            "Remote tier",
-            "How chunks are encoded for the remote tier: as they are. `none` means the same.",
-            choices=("naive",),
-            hint="KV travels uncompressed in this release, so set it to naive",
-        )
-    )
-    save_decode_cache: bool = field(
-        metadata=about("Chunks", "Also store the KV of generated tokens, so that the next turn of a conversation finds the answer too.")
-    )
-    enable_blending: bool = field(
-        metadata=about(
-            "Blending", "Reuse chunks that are not a prefix.", choices=(False,), hint="blending is not in this release, so set it to false"
-        )
-    )
-    blend_recompute_ratio: float = field(metadata=about("Blending", "Share of the tokens that blending recomputes.", low=0, high=1))
-    blend_min_tokens: int = field(metadata=about("Blending", "Shortest prompt that is blended.", unit="tokens", low=0, high=(1 << 31) - 1))
-    enable_p2p: bool = field(
-        metadata=about("Peers", "Ask peers for chunks, and serve them.", choices=(False,), hint=_PEERS_ARE_THE_SIDECARS)
-    )
-    lookup_url: str | None = field(
-        metadata=about("Peers", "Accepted and unused: peers are found by the sidecar's own `lookup_url` and `broker_url`.", form=NON_EMPTY)
-    )
-    distributed_url: str | None = field(
-        metadata=about("Peers", "Accepted and unused: peers reach the pod at the sidecar's own `distributed_url`.", form=NON_EMPTY)
-    )
-    error_handling: bool = field(
-        metadata=about(
-            "Time and failures",
-            "True: whatever goes wrong inside the cache while the engine calls it is logged, counted and answered as a miss. False: it is "
-            "raised. Wrong arguments raise ValueError in either case.",
-        )
-    )
     _: KW_ONLY
     sidecar_socket: str | None = field(
         default=None,
@@ -187,6 +113,15 @@ class LMCacheEngineConfig:
     )
     save_unfull_chunk: bool = field(
         default=True, metadata=about("Chunks", "Store the last chunk of a prompt though it is shorter than the others.")
+    )
+    local_disk_serde: str = field(
+        default="naive",
+        metadata=about(
+            "Disk",
+            "How chunks are encoded for the local disk; as `remote_serde`, without the formats that are no smaller.",
+            choices=DISK_SERDES,
+            beside_sidecar="set the sidecar's disk_serde",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -18,6 +18,9 @@ from lmcache_core.errors import ConfigError
 REMOTE_SCHEMES = ("lm", "redis", "rediss", "redis-sentinel", "http", "https", "file")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 EVICTION_POLICIES = ("s3lru", "s3fifo", "lru")
+DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
+"""How a process without torch can encode chunks; "naive" is not at all."""
+REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
@@ -114,7 +117,8 @@ class Option:
         if not self._holds(value):
             unit = f" ({self.about.unit})" if self.about.unit else ""
             hint = f"; {self.about.hint}" if self.about.hint else ""
-            raise ConfigError(f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{hint}")
+            near = _nearest(value, self.about.choices)
+            raise ConfigError(f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}{hint}")
 
     def shown(self, value: Any) -> str:
         """A value as people may see it: neither a secret nor the credentials in a URL."""
@@ -172,8 +176,13 @@ def shown(value: Any) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is none: the nearest one, or all."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+    return _nearest(name, names) or f"; known: {', '.join(names)}"
+
+
+def _nearest(value: Any, known: Iterable[Any]) -> str:
+    """The text of `did_you_mean` where one of the known ones is near; else nothing."""
+    near = difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_remote_url(text: str) -> bool:

@@ -173,11 +173,14 @@ class KVTransfer:
         return (TensorSpec("", self._dtype, shape, 0, num_bytes(shape, self._dtype)),)
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
-        """Why a chunk is not exactly the KV that the connector takes (raw, lossless, these tensors and nothing else); None if it is."""
+        """Why a chunk is not exactly the KV that the connector takes (raw, these tensors and nothing else); None if it is.
+
+        Whether it may have been encoded with loss is decided where it comes in, by the tier that it comes from.
+        """
         if chunk.key.key != key:
             return MissReason.IDENTITY
         header, tensors = chunk.described, self._tensors(num_tokens)
-        is_kv = header.serde == RAW_SERDE and not header.lossy and header.tensors == tensors
+        is_kv = header.serde == RAW_SERDE and header.tensors == tensors
         is_whole = chunk.memory.get_size() == tensors[-1].offset + tensors[-1].length
         return None if is_kv and is_whole else MissReason.LAYOUT
 

@@ -8,22 +8,32 @@ from urllib.parse import unquote, urlsplit
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.telemetry import Counters
 
 BYTES_PER_GB = 1 << 30
 
 
-def create_lower_tiers(config: LMCacheEngineConfig) -> list[StorageBackend]:
+def create_lower_tiers(config: LMCacheEngineConfig, counters: Counters | None = None) -> list[StorageBackend]:
     """The tiers behind host memory, fastest first, not opened.
 
-    Each counts and (at debug level) logs its calls, is behind a breaker, since a disk can hang as well as a network, and measures what
-    its reads cost.
+    Each encodes and decodes as its serde says, counts and (at debug level) logs its calls, is behind a breaker, since a disk can hang as
+    well as a network, and measures what its reads cost, decoding included.
+
+    Args:
+        config: Which there are.
+        counters: Where the work of codecs is counted.
 
     Raises:
-        ConfigError: The token file cannot be read, or the URL is not one.
+        ConfigError: The token file cannot be read, the URL is not one, or a serde's packages are not installed.
     """
-    from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend
+    from lmcache_core.storage.codecs import create_codecs
+    from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, LoggedBackend, MeteredBackend
     from lmcache_core.storage.wrappers.priced import PricedBackend
 
+    disk_serde = config.local_disk_serde if config.local_disk is not None else None
+    remote_serde = config.remote_serde if config.remote_url is not None else None
+    codecs = create_codecs([disk_serde, remote_serde], decode_documented=True, counters=counters)
+    seals = config.verify_hot != "never"
     tiers: list[StorageBackend] = []
     if config.local_disk is not None:
         from lmcache_core.storage.disk import LocalDiskBackend
@@ -32,12 +42,16 @@ def create_lower_tiers(config: LMCacheEngineConfig) -> list[StorageBackend]:
         path = Path(unquote(urlsplit(config.local_disk).path))
         capacity_bytes = int(config.max_local_disk_size * BYTES_PER_GB)
         limits = TierLimits(ttl_s=config.chunk_ttl_s)
-        tiers.append(LocalDiskBackend(path, capacity_bytes, create_policy(config.eviction_policy), fsync=config.disk_fsync, limits=limits))
+        disk = LocalDiskBackend(path, capacity_bytes, create_policy(config.eviction_policy), fsync=config.disk_fsync, limits=limits)
+        tiers.append(EncodedBackend(disk, codecs, disk_serde, seals=seals))
     if config.remote_url is not None:
         from lmcache_core.storage.remote import create_remote_backend
+        from lmcache_core.wire.capabilities import Accepts
 
         token = None if config.remote_token_file is None else _read_token(Path(config.remote_token_file))
-        tiers.append(create_remote_backend(config.remote_url, token, config.tier_timeout_s))
+        accepts = Accepts(codecs.is_lossy(remote_serde), frozenset(codecs.decodable()))
+        remote = create_remote_backend(config.remote_url, token, config.tier_timeout_s, accepts=accepts)
+        tiers.append(EncodedBackend(remote, codecs, remote_serde, seals=seals))
     return [PricedBackend(BreakerBackend(LoggedBackend(MeteredBackend(tier)))) for tier in tiers]
 
 

@@ -24,6 +24,8 @@ from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
+CODECS_OPEN_TIMEOUT_S = 180.0
+"""Instead, where a serde has machine code: what was not compiled at install is compiled then."""
 MARGIN_S = 0.5
 MAX_PREFETCHES = 64
 
@@ -48,7 +50,8 @@ class StorageManager:
     ) -> None:
         self._hot = LocalCPUBackend(memory_allocator, create_policy(config.eviction_policy), limits=TierLimits(ttl_s=config.chunk_ttl_s))
         self._config = config
-        self._lower = create_lower_tiers(config)
+        self._lower = create_lower_tiers(config, counters)
+        self._open_timeout_s = CODECS_OPEN_TIMEOUT_S if {config.remote_serde, config.local_disk_serde} - {None, "naive"} else OPEN_TIMEOUT_S
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
         self._close_drain_s = config.close_drain_s
@@ -65,12 +68,12 @@ class StorageManager:
 
         Raises:
             ConfigError: A tier's options are wrong, or another process owns its directory.
-            UnavailableError: The tiers did not open within `OPEN_TIMEOUT_S`.
+            UnavailableError: The tiers did not open in time.
         """
         on_salt(self._salt)
         self._loop.open()
         try:
-            self._stack = self._loop.run(self._open_stack(), OPEN_TIMEOUT_S)
+            self._stack = self._loop.run(self._open_stack(), self._open_timeout_s)
         except BaseException:
             self._loop.close()
             raise
@@ -82,7 +85,7 @@ class StorageManager:
             with contextlib.suppress(UnavailableError):
                 self._loop.run(stack.close(self._close_drain_s), self._close_drain_s + MARGIN_S)
             self._loop.close()
-            self._lower = create_lower_tiers(self._config)  # a tier is opened once, an engine perhaps again
+            self._lower = create_lower_tiers(self._config, self._counters)  # a tier is opened once, an engine perhaps again
             self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
