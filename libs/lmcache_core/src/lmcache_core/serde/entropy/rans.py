@@ -49,6 +49,7 @@ def encode_sections(symbols: Any, shape: tuple[int, int, int, int], columns: Any
     """
     tokens, channels, section, stride = shape
     states = np.empty(LANES, np.uint32)
+    bases = columns.astype(np.uint32) * uint32(stride)
     at = uint64(words.size)
     for number in range(lengths.size - 1, -1, -1):
         first = uint64(number * section)
@@ -63,7 +64,7 @@ def encode_sections(symbols: Any, shape: tuple[int, int, int, int], columns: Any
             for back in range(width):
                 column = width - uint64(1) - uint64(back)
                 index -= uint64(1)
-                entry = uint64(columns[first + column]) * uint64(stride) + uint64(symbols[row + column])
+                entry = uint64(bases[first + column]) + uint64(symbols[row + column])
                 lane = index & uint64(LANES - 1)
                 state = states[lane]
                 count = tables[entry, 0]

@@ -163,8 +163,7 @@ class QuantisedCoder:
         symbols = self._scratch.get("symbols", "u1", tokens * channels)
         rows = self._scratch.get("rows", "u4", 2 * channels)
         if fineness:
-            sums = self._scratch.get("plane sums", "i8", 4 * channels).reshape(4, channels)
-            is_bad = self._loops.quantise_by_plane(raw, (tokens, channels, kind, fineness), quantised, scales, errors, sums, rows)
+            is_bad = self._loops.quantise_by_plane(raw, (tokens, channels, kind, fineness), quantised, scales, errors, rows)
         else:
             is_bad = self._loops.quantise_by_token(raw, (tokens, channels, kind, levels), quantised, scales, errors, rows)
         if is_bad:

@@ -18,6 +18,8 @@ DELTA_FLAG = 128
 _DELTA_GAIN_NUMERATOR, _DELTA_GAIN_DENOMINATOR = 15, 16
 """Deltas are coded where their variance is below this part of the variance about the mean."""
 NUM_SUMS = 6
+_BLOCK = 512
+"""Channels that are worked on together: what is known of each stays in the first-level cache."""
 
 CHOOSE_SIGNATURE = "void(int16[::1], UniTuple(int64, 5), int64[:, ::1], int16[::1], uint8[::1], int32[:, ::1], uint8[::1])"
 
@@ -75,50 +77,79 @@ def _choose_shifts(quantised: Any, shape: Any, shifts: Any, sums: Any) -> None:
 
 @register_jitable
 def _measure(quantised: Any, shape: Any, sums: Any) -> None:
-    """Write squares and largest values about the shifts (`sums[2]`, `sums[4]`) and of the deltas (`sums[3]`, `sums[5]`)."""
+    """Make values relative to their shift, in place, and add up squares of them (`sums[2]`) and of their deltas (`sums[3]`)."""
     tokens, channels, _, top, _ = shape
     levels, size = int32(top), int32(2 * top + 1)
-    shift, before, squares, deltas, largest, deltas_largest = sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]
-    for i in range(channels):
-        before[i], squares[i], deltas[i], largest[i], deltas_largest[i] = int32(0), int32(0), int32(0), int32(0), int32(0)
-    for token in range(tokens):
-        row = quantised[token * channels : (token + 1) * channels]
-        for i in range(channels):
-            centred = _fold(int32(row[i]) - shift[i], levels, size)
-            delta = _fold(centred - before[i], levels, size)
-            before[i] = centred
-            squares[i] += centred * centred
-            largest[i] = max(largest[i], abs(centred))
-            deltas[i] += delta * delta
-            deltas_largest[i] = max(deltas_largest[i], abs(delta))
+    for block in range(0, channels, _BLOCK):
+        last = min(channels, block + _BLOCK)
+        shift, before, squares, deltas = sums[0, block:last], sums[1, block:last], sums[2, block:last], sums[3, block:last]
+        for i in range(last - block):
+            before[i], squares[i], deltas[i] = int32(0), int32(0), int32(0)
+        for token in range(tokens):
+            row = quantised[token * channels + block : token * channels + last]
+            for i in range(last - block):
+                centred = _fold(int32(row[i]) - shift[i], levels, size)
+                delta = _fold(centred - before[i], levels, size)
+                row[i] = int16(centred)
+                before[i] = centred
+                squares[i] += centred * centred
+                deltas[i] += delta * delta
+
+
+@register_jitable
+def _choose_delta(shape: Any, shapes: Any, sums: Any) -> None:
+    """Write `DELTA_FLAG` or nothing for each group, and in `sums[4]` for each channel all bits where deltas are coded, none elsewhere."""
+    _, channels, per_group, _, _ = shape
+    for group in range(shapes.size):
+        first, last = group * per_group, min(channels, (group + 1) * per_group)
+        squares, deltas = int64(0), int64(0)
+        for i in range(first, last):
+            squares += int64(sums[2, i])
+            deltas += int64(sums[3, i])
+        is_delta = deltas * int64(_DELTA_GAIN_DENOMINATOR) < squares * int64(_DELTA_GAIN_NUMERATOR)
+        shapes[group] = uint8(DELTA_FLAG) if is_delta else uint8(0)
+        for i in range(first, last):
+            sums[4, i] = int32(-1) if is_delta else int32(0)
+
+
+@register_jitable
+def _write_symbols(centred: Any, shape: Any, sums: Any, symbols: Any) -> None:
+    """Write the symbols, and in `sums[5]` the largest of each channel, without its sign."""
+    tokens, channels, _, top, _ = shape
+    levels, size = int32(top), int32(2 * top + 1)
+    for block in range(0, channels, _BLOCK):
+        last = min(channels, block + _BLOCK)
+        before, mask, largest = sums[1, block:last], sums[4, block:last], sums[5, block:last]
+        for i in range(last - block):
+            before[i], largest[i] = int32(0), int32(0)
+        for token in range(tokens):
+            row = centred[token * channels + block : token * channels + last]
+            coded = symbols[token * channels + block : token * channels + last]
+            for i in range(last - block):
+                symbol = _fold(int32(row[i]) - (before[i] & mask[i]), levels, size)
+                before[i] = int32(row[i])
+                coded[i] = uint8(symbol + levels)
+                largest[i] = max(largest[i], abs(symbol))
 
 
 @register_jitable
 def _choose_shapes(shape: Any, choice: Any, shapes: Any, sums: Any) -> None:
-    """Write the shape of each group, and in `sums[3]` for each channel all bits where deltas are coded, none elsewhere."""
+    """Add the shape of each group to its flag."""
     tokens, channels, per_group, _, _ = shape
     for group in range(shapes.size):
         first, last = group * per_group, min(channels, (group + 1) * per_group)
-        squares, deltas, largest, deltas_largest = int64(0), int64(0), int32(0), int32(0)
+        squares, largest = int64(0), int32(0)
         for i in range(first, last):
-            squares += int64(sums[2, i])
-            deltas += int64(sums[3, i])
-            largest, deltas_largest = max(largest, sums[4, i]), max(deltas_largest, sums[5, i])
-        count = int64(tokens) * int64(last - first)
-        is_delta = deltas * int64(_DELTA_GAIN_DENOMINATOR) < squares * int64(_DELTA_GAIN_NUMERATOR)
-        if is_delta:
-            shapes[group] = _shape_of(deltas, count, deltas_largest, choice) | uint8(DELTA_FLAG)
-        else:
-            shapes[group] = _shape_of(squares, count, largest, choice)
-        for i in range(first, last):
-            sums[3, i] = int32(-1) if is_delta else int32(0)
+            squares += int64(sums[3, i] if shapes[group] else sums[2, i])
+            largest = max(largest, sums[5, i])
+        shapes[group] |= _shape_of(squares, int64(tokens) * int64(last - first), largest, choice)
 
 
 def choose(quantised: Any, shape: tuple[int, int, int, int, int], choice: Any, shifts: Any, shapes: Any, sums: Any, symbols: Any) -> None:
     """Choose shift, delta and table of each group of channels, and write the symbols.
 
     Args:
-        quantised: int16 `[tokens * channels]`.
+        quantised: int16 `[tokens * channels]`; overwritten.
         shape: Rows (tokens, at most 32,768), values of a row (channels), channels of a group, levels, and 1 where values are modulo
             `2 * levels + 1`, 0 where those of a group span at most that.
         choice: See `ShapeTables.choice`.
@@ -127,18 +158,8 @@ def choose(quantised: Any, shape: tuple[int, int, int, int, int], choice: Any, s
         sums: int32 `[NUM_SUMS, channels]`, scratch.
         symbols: uint8 `[tokens * channels]`, written: symbol plus `levels`.
     """
-    tokens, channels, _, top, _ = shape
-    levels, size = int32(top), int32(2 * top + 1)
     _choose_shifts(quantised, shape, shifts, sums)
     _measure(quantised, shape, sums)
+    _choose_delta(shape, shapes, sums)
+    _write_symbols(quantised, shape, sums, symbols)
     _choose_shapes(shape, choice, shapes, sums)
-    shift, before, mask = sums[0], sums[1], sums[3]
-    for i in range(channels):
-        before[i] = int32(0)
-    for token in range(tokens):
-        row = quantised[token * channels : (token + 1) * channels]
-        coded = symbols[token * channels : (token + 1) * channels]
-        for i in range(channels):
-            centred = _fold(int32(row[i]) - shift[i], levels, size)
-            coded[i] = uint8(_fold(centred - (before[i] & mask[i]), levels, size) + levels)
-            before[i] = centred

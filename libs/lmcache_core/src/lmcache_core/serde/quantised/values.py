@@ -28,10 +28,12 @@ _SMALLEST_BITS = 27 << 23
 _LARGEST_BITS = 227 << 23
 """2^100: scales outside are not divided by."""
 OK, NOT_FINITE = 0, 1
+_BLOCK = 256
+"""Channels whose sums are kept at a time: they stay in the first-level cache."""
 
 _READ_ONLY = "Array({}, 1, 'C', readonly=True)"
 _ROW_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
-_PLANE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], int64[:, ::1], uint32[::1])"
+_PLANE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
 _RESTORE_ARRAYS = "UniTuple(int64, 5), uint32[::1], int32[:, ::1], uint32[::1])"
 BY_TOKEN_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_ROW_ARRAYS}" for raw in ("uint16", "uint32"))
 BY_PLANE_SIGNATURES = tuple(f"int64({_READ_ONLY.format(raw)}, {_PLANE_ARRAYS}" for raw in ("uint16", "uint32"))
@@ -168,7 +170,7 @@ def quantise_by_token(raw: Any, shape: tuple[int, int, int, int], quantised: Any
     return OK
 
 
-def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any, scales: Any, errors: Any, sums: Any, scratch: Any) -> int:
+def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any, scales: Any, errors: Any, scratch: Any) -> int:
     """q = rint(x / s), with one step s for the whole plane: `fineness / 256` of the standard deviation within its channels.
 
     One step for all channels puts the same error on each: what reverse water-filling asks for. Restored as q * s.
@@ -179,7 +181,6 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
         quantised: int16 `[tokens * channels]`, written; of each channel the values span at most 254.
         scales: uint32 `[1]`, written: float32 bits of s, 0 where every value is 0.
         errors: See `quantise_by_token`; relative to the plane's largest absolute value.
-        sums: int64 `[4, channels]`, scratch.
         scratch: uint32 `[2 * channels]`.
 
     Returns:
@@ -188,31 +189,15 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
     tokens, channels, kind, fineness = shape
     bits, restored = scratch[:channels], scratch[channels : 2 * channels]
     values, targets = bits.view(np.float32), restored.view(np.float32)
-    largest = uint32(0)
-    for token in range(tokens):
-        _widen(raw[token * channels : (token + 1) * channels], channels, kind, bits)
-        largest = max(largest, _largest_bits(bits, channels))
-    scales[0] = largest
+    scales[0] = _largest_raw(raw, kind, bits)
+    largest = scales[0]
     if largest == uint32(0):
         quantised[: tokens * channels] = int16(0)
         return OK
     if largest < uint32(_SMALLEST_BITS) or largest > uint32(_LARGEST_BITS):
         return NOT_FINITE
     maximum = scales.view(np.float32)[0]
-    unit = float32(UNIT) / maximum
-    sums[0, :], sums[1, :], sums[2, :], sums[3, :] = 0, 0, UNIT, -UNIT
-    for token in range(tokens):
-        _widen(raw[token * channels : (token + 1) * channels], channels, kind, bits)
-        for i in range(channels):
-            whole = int64(int32((values[i] * unit + _TO_WHOLE) - _TO_WHOLE))
-            sums[0, i] += whole
-            sums[1, i] += whole * whole
-            sums[2, i] = min(sums[2, i], whole)
-            sums[3, i] = max(sums[3, i], whole)
-    variance, spread = int64(0), int64(0)
-    for i in range(channels):
-        variance += (int64(tokens) * sums[1, i] - sums[0, i] * sums[0, i]) // (int64(tokens) * int64(tokens))
-        spread = max(spread, sums[3, i] - sums[2, i])
+    variance, spread = _spread(raw, (tokens, channels, kind), maximum, bits)
     step_units = _root((variance // int64(channels)) * int64(fineness) * int64(fineness)) >> int64(8)
     step_units = max(max(step_units, int64(1)), (spread + int64(MAX_SPREAD - 1)) // int64(MAX_SPREAD))
     scales.view(np.float32)[0] = float32(step_units) * (maximum / float32(UNIT))
@@ -227,6 +212,49 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
             targets[i] = whole * step
         _count_errors(row, channels, kind, restored, bits, maximum, errors)
     return OK
+
+
+@register_jitable
+def _largest_raw(raw: Any, kind: int, bits: Any) -> Any:
+    """`_largest_bits` of raw values: patterns without their sign are in the order of what they stand for."""
+    mask = uint32(0x7FFFFFFF) if kind == FLOAT32 else uint32(0x7FFF)
+    largest = uint32(0)
+    for i in range(raw.size):
+        largest = max(largest, uint32(raw[i]) & mask)
+    one = np.empty(1, np.uint32)
+    one[0] = largest
+    _widen(one, 1, kind, bits)
+    return bits[0]
+
+
+@register_jitable
+def _spread(raw: Any, shape: Any, maximum: Any, bits: Any) -> Any:
+    """Sum of the variances of all channels, each rounded down, in 1/UNIT of the maximum, squared; and the widest span of a channel."""
+    tokens, channels, kind = shape
+    values = bits.view(np.float32)
+    unit = float32(UNIT) / maximum
+    variance, spread = int64(0), int64(0)
+    totals, lows, highs = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.int32)
+    squares = np.empty(_BLOCK, np.float64)
+    for block in range(0, channels, _BLOCK):
+        width = min(_BLOCK, channels - block)
+        totals[:], lows[:], highs[:], squares[:] = int32(0), int32(UNIT), int32(-UNIT), 0.0
+        for token in range(tokens):
+            _widen(raw[token * channels + block : token * channels + block + width], width, kind, bits)
+            for i in range(width):
+                values[i] = (values[i] * unit + _TO_WHOLE) - _TO_WHOLE
+            for i in range(width):
+                squares[i] += np.float64(values[i]) * np.float64(values[i])
+            for i in range(width):
+                whole = int32(values[i])
+                totals[i] += whole
+                lows[i] = min(lows[i], whole)
+                highs[i] = max(highs[i], whole)
+        for i in range(width):
+            total = int64(totals[i])
+            variance += (int64(tokens) * int64(squares[i]) - total * total) // (int64(tokens) * int64(tokens))
+            spread = max(spread, int64(highs[i]) - int64(lows[i]))
+    return variance, spread
 
 
 @register_jitable
