@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import tempfile
@@ -13,10 +14,11 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tests.bench import allocation, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
+from tests.bench import allocation, codec_part, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
 from tests.bench.measure import ROUNDS, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+PLOT = DOCUMENT.with_name("codec-break-even.svg")
 DIGESTED_STORE = "one copy of every byte; the digest follows it in another thread"
 CHECKED_LOAD = "one copy of every byte, and the digest right behind it"
 COPY_NOTES = {"always": (DIGESTED_STORE, CHECKED_LOAD), "never": ("one copy of every byte", "one copy of every byte")}
@@ -77,21 +79,44 @@ def sections(bench: Bench) -> Sequence[report.Section]:
     return [*found, report.rates("GPU", gpu)] if gpu else found
 
 
-def main() -> None:
-    """Run everything; takes a few minutes."""
-    console = Console()
-    torch.set_num_threads(1)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch, Progress(*columns, console=console) as progress:
-        bench = Bench(progress, Path(scratch))
-        timed = sections(bench)
-        ratios = bench.run("eviction, simulated", lambda: eviction.as_markdown(eviction.measure()))
+def measure_tiers(bench: Bench, console: Console, machine: str) -> None:
+    """The tiers and all that is not a codec."""
+    timed = sections(bench)
+    ratios = bench.run("eviction, simulated", lambda: eviction.as_markdown(eviction.measure()))
     for section in timed:
         section.show(console)
     console.print(ratios)
+    report.rewrite(DOCUMENT, "bench", machine, [*(section.as_markdown() for section in timed), ratios])
+
+
+def measure_codecs(bench: Bench, console: Console, machine: str) -> None:
+    """The codecs."""
+    found = codec_part.measure(bench.run)
+    for section in found.sections:
+        section.show(console)
+    for line in found.remarks:
+        console.print(line)
+    PLOT.write_text(found.plot, encoding="utf-8")
+    picture = f"![Gain over raw bytes by bandwidth of the link]({PLOT.name})"
+    report.rewrite(DOCUMENT, "codecs", machine, [*(section.as_markdown() for section in found.sections), *found.remarks, picture])
+
+
+PARTS = {"tiers": measure_tiers, "codecs": measure_codecs}
+
+
+def main() -> None:
+    """Run everything, or one part; takes a few minutes."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="measure this alone (default: everything)")
+    part = parser.parse_args().part
+    console = Console()
+    torch.set_num_threads(1)
     machine = f"{platform.machine()}, {torch.get_num_threads()} torch thread, Python {platform.python_version()}, {os.cpu_count()} cores"
-    blocks = [section.as_markdown() for section in timed]
-    report.rewrite(DOCUMENT, f"Machine: {machine}. Medians of {ROUNDS} rounds.", [*blocks, ratios])
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch, Progress(*columns, console=console) as progress:
+        bench = Bench(progress, Path(scratch))
+        for name in PARTS if part is None else (part,):
+            PARTS[name](bench, console, f"Machine: {machine}. Medians of {ROUNDS} rounds.")
     console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}")
 
 

@@ -13,8 +13,6 @@ from tests.bench.allocation import NUM_LIVE, PairCost
 from tests.bench.identity import NamingCost
 from tests.bench.measure import Figure
 
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-
 
 @dataclass(frozen=True)
 class Section:
@@ -77,15 +75,22 @@ def allocations(costs: Sequence[PairCost]) -> Section:
     return Section("Memory: one allocate and one free", ("blocks", "µs a pair", "fastest … slowest", "growth"), rows)
 
 
-def rewrite(document: Path, machine: str, blocks: Sequence[str]) -> None:
-    """Replace the generated section; the text around it is written by hand.
+def rewrite(document: Path, name: str, machine: str, blocks: Sequence[str]) -> None:
+    """Replace a generated section; the text around it is written by hand.
+
+    Args:
+        document: Where it stands.
+        name: Of the section, as the comments around it say it.
+        machine: Its first paragraph.
+        blocks: The rest of it.
 
     Raises:
         ValueError: The document has no such section.
     """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = document.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{document} has no section between {BEGIN} and {END}")
-    before, rest = text.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
-    document.write_text(f"{before}{BEGIN}\n" + "\n\n".join([machine, *blocks]) + f"\n{END}{after}", encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{document} has no section between {begin} and {end}")
+    before, rest = text.split(begin, 1)
+    _, after = rest.split(end, 1)
+    document.write_text(f"{before}{begin}\n" + "\n\n".join([machine, *blocks]) + f"\n{end}{after}", encoding="utf-8")
