@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.storage.served_door import ServedDoor, WrappedStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import ServedStore
+from lmcache_core.wire.capabilities import Accepts
 
 from lmcache_storage import metrics
 
 
-class CountedStore:
+class CountedStore(WrappedStore):
     """A `ServedStore` around another one.
 
     Args:
@@ -22,7 +24,7 @@ class CountedStore:
     """
 
     def __init__(self, store: ServedStore, counters: Counters) -> None:
-        self._store = store
+        super().__init__(store)
         self._counters = counters
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
@@ -31,10 +33,6 @@ class CountedStore:
         if memory is None:
             self._counters.add(metrics.REFUSED_CHUNKS_TOTAL)
         return memory
-
-    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `ServedStore.contains`."""
-        return await self._store.contains(keys)
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
         """See `ServedStore.get`."""
@@ -62,3 +60,25 @@ class CountedStore:
         num_removed = await self._store.remove(keys)
         self._counters.add(metrics.REMOVED_CHUNKS_TOTAL, num_removed)
         return num_removed
+
+
+class CountedDoor(CountedStore):
+    """A `ServedDoor`, counted; it `AdaptsToClients` too.
+
+    Args:
+        door: Gives each client what it can take.
+        counters: As of `CountedStore`.
+    """
+
+    def __init__(self, door: ServedDoor, counters: Counters) -> None:
+        super().__init__(door, counters)
+        self._door = door
+
+    @property
+    def offers(self) -> Accepts:
+        """See `AdaptsToClients.offers`."""
+        return self._door.offers
+
+    def for_client(self, accepts: Accepts) -> ServedStore:
+        """See `AdaptsToClients.for_client`."""
+        return CountedStore(self._door.for_client(accepts), self._counters)

@@ -17,6 +17,7 @@ from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
@@ -25,8 +26,8 @@ from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 
-from lmcache_storage.chunks.service import ChunkService, Gate
-from lmcache_storage.counted_store import CountedStore
+from lmcache_storage.chunks.service import ChunkDoor, Gate
+from lmcache_storage.counted_store import CountedDoor
 from lmcache_storage.health import add_health_checks
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.parts import StorageParts
@@ -63,7 +64,7 @@ class _Opening:
         await stack.open()
         gate, counters = Gate(), Counters()
         limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes)
-        store = CountedStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), counters)
+        store = CountedDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
         lm_server = LmServer(store, self._state.tokens.authenticate, host=settings.lm_host, port=settings.lm_port, limits=limits)
@@ -75,7 +76,7 @@ class _Opening:
             settings.advertise_url or f"lm://{_in_url(settings.lm_host)}:{lm_server.port}",
             stack,
             (hot,) if disk is None else (hot, disk),
-            ChunkService(store, gate, limits),
+            ChunkDoor(store, gate, limits),
             lm_server,
             await self._join_lookup(hot, disk),
             None,

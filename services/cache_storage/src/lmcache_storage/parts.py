@@ -11,7 +11,7 @@ from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
 
-from lmcache_storage.chunks.service import ChunkService
+from lmcache_storage.chunks.service import ChunkDoor
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class StorageParts:
     advertise_url: str
     stack: TierStack
     tiers: tuple[LocalCPUBackend | LocalDiskBackend, ...]
-    chunks: ChunkService
+    chunks: ChunkDoor
     lm_server: LmServer
     reporter: InstanceReporter | None
     registration: PeerRegistration | None

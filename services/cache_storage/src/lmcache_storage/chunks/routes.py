@@ -11,7 +11,7 @@ from lmcache_storage.chunks.bodies import RecordBody
 from lmcache_storage.chunks.responses import RECORD_TYPE, RecordResponse, RecordsResponse
 from lmcache_storage.chunks.schemas import MAX_URL_KEY_CHARS, HeldChunk, HeldChunks, Keys, Present
 from lmcache_storage.chunks.service import chunk_keys
-from lmcache_storage.dependencies import Parts
+from lmcache_storage.dependencies import Chunks, Parts
 
 MAX_PAGE = 1000
 
@@ -28,44 +28,44 @@ router = APIRouter(prefix="/v1", tags=["chunks"])
     openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
     responses={201: {"description": "Kept"}, 204: {"description": "It was here already"}},
 )
-async def put_chunk(key: PathKey, body: RecordBody, principal: ClientPrincipal, parts: Parts) -> Response:
+async def put_chunk(key: PathKey, body: RecordBody, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Keep one record. Its key is that of the path, and it is verified before it is kept."""
-    is_new = await parts.chunks.put(principal.tenant, key, body)
+    is_new = await chunks.put(principal.tenant, key, body)
     return Response(status_code=201 if is_new else 204)
 
 
 @router.get("/chunks/{key}", response_class=Response, responses={200: {"description": "The record", **RECORD_CONTENT}})
-async def get_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+async def get_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Read one record."""
-    return RecordResponse(await parts.chunks.get(principal.tenant, key), parts.chunks.limits)
+    return RecordResponse(await chunks.get(principal.tenant, key), chunks.limits)
 
 
 @router.head("/chunks/{key}", response_class=Response)
-async def head_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+async def head_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Ask for one chunk without reading it."""
-    await parts.chunks.check(principal.tenant, key)
+    await chunks.check(principal.tenant, key)
     response = Response(media_type=RECORD_TYPE)
     del response.headers["content-length"]
     return response
 
 
 @router.delete("/chunks/{key}", status_code=204, response_class=Response)
-async def delete_chunk(key: PathKey, principal: ClientPrincipal, parts: Parts) -> Response:
+async def delete_chunk(key: PathKey, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Forget one chunk."""
-    await parts.chunks.remove(principal.tenant, key)
+    await chunks.remove(principal.tenant, key)
     return Response(status_code=204)
 
 
 @router.post("/chunks:contains")
-async def contains(keys: Keys, principal: ClientPrincipal, parts: Parts) -> Present:
+async def contains(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Present:
     """Ask for many chunks at once."""
-    return Present(present=await parts.chunks.contains(principal.tenant, keys.keys))
+    return Present(present=await chunks.contains(principal.tenant, keys.keys))
 
 
 @router.post("/chunks:get", response_class=Response, responses={200: {"description": "Records back to back", **RECORD_CONTENT}})
-async def get_chunks(keys: Keys, principal: ClientPrincipal, parts: Parts) -> Response:
+async def get_chunks(keys: Keys, principal: ClientPrincipal, chunks: Chunks) -> Response:
     """Read many records at once. Chunks that are not here are left out; each record names its key."""
-    return RecordsResponse(parts.chunks.store, chunk_keys(principal.tenant, keys.keys), parts.chunks.limits)
+    return RecordsResponse(chunks.store, chunk_keys(principal.tenant, keys.keys), chunks.limits)
 
 
 @router.get("/chunks")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
 from lmcache_core.storage.remote.record_stream import RecordStream
-from lmcache_core.wire import ServedStore, ServerLimits
+from lmcache_core.wire import AdaptsToClients, ServedStore, ServerLimits
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_servicekit.errors import NotFoundError
 
 from lmcache_storage.problems import DrainingError, SlowClientError
@@ -30,13 +32,36 @@ class Gate:
         self._is_open = False
 
 
-class ChunkService:
-    """Chunks of authenticated tenants, from and to REST.
+class AdaptingStore(ServedStore, AdaptsToClients, Protocol):
+    """A store that gives each client what it can take."""
+
+
+class ChunkDoor:
+    """The chunks of this instance, for clients that take this or that.
 
     Args:
         store: Where they are; the lm:// server serves the same one.
         gate: Closed while this instance drains.
         limits: How slow a client may be; the lm:// server has the same ones.
+    """
+
+    def __init__(self, store: AdaptingStore, gate: Gate, limits: ServerLimits) -> None:
+        self.gate = gate
+        self._store = store
+        self._limits = limits
+
+    def for_client(self, accepts: Accepts) -> ChunkService:
+        """What such a client sees of them."""
+        return ChunkService(self._store.for_client(accepts), self.gate, self._limits)
+
+
+class ChunkService:
+    """Chunks of authenticated tenants, from and to REST.
+
+    Args:
+        store: Where they are, as the client sees it.
+        gate: Closed while this instance drains.
+        limits: How slow a client may be.
     """
 
     def __init__(self, store: ServedStore, gate: Gate, limits: ServerLimits) -> None:
