@@ -26,7 +26,15 @@ def test_it_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode([1.0, 2, 3, [["a", "b", 1]]]), b"\x94" + b"\x91" * 16_000]
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode([1.0, 2, 3, [["a", "b", 1]]]),
+        msgspec.msgpack.encode([1.0, 2, 3, [["name", 1.0, 1.0]]]).replace(b"name", b"\xff\xfe\xfd\xfc"),
+        b"\x94" + b"\x91" * 16_000,
+    ],
 )
 def test_what_cannot_be_read_is_no_report(data: bytes) -> None:
     assert encoding_report(header_with(Extension(REPORT_EXTENSION, False, data))) is None

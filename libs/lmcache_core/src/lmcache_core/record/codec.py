@@ -112,7 +112,7 @@ def decode_head(head: bytes | bytearray | memoryview, expected: CacheEngineKey |
         raise RecordError(RecordReason.BOUNDS, "padding is not zero")
     try:
         header = _DECODER.decode(view[PREFIX_BYTES:header_end])
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RecordError(RecordReason.HEADER, str(exc)) from exc
     header.check(prefix.payload_bytes)
     if expected is not None and header.key != expected.canonical():

@@ -24,6 +24,6 @@ def encoding_report(header: RecordHeader) -> EncodingReport | None:
         if extension.id == REPORT_EXTENSION and len(extension.data) <= MAX_REPORT_BYTES:
             try:
                 return _DECODER.decode(extension.data)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 return None
     return None

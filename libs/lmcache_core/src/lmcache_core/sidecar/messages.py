@@ -219,7 +219,7 @@ def decode_answer(body: bytes) -> Answer:
 def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes, what: str) -> M:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"not {what}: {exc}") from exc
 
 

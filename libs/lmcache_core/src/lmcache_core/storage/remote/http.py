@@ -230,7 +230,7 @@ async def _bounded_body(response: httpx.Response) -> bytes:
 def _read_present(body: bytes, num_keys: int) -> list[bool]:
     try:
         present = _PRESENT.decode(body).present
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"contains was not answered by booleans: {exc}") from exc
     if len(present) != num_keys:
         raise ProtocolError(f"{num_keys} keys were answered by {len(present)} booleans")
