@@ -85,17 +85,6 @@ def _narrow(bits: Any, count: int, kind: int) -> None:
 
 
 @register_jitable
-def _store(bits: Any, count: int, kind: int, raw: Any) -> None:
-    """Write narrowed bit patterns."""
-    if kind == BFLOAT16:
-        for i in range(count):
-            raw[i] = bits[i] >> uint32(16)
-    else:
-        for i in range(count):
-            raw[i] = bits[i]
-
-
-@register_jitable
 def _largest_bits(bits: Any, count: int) -> Any:
     """Bit pattern of the largest absolute value; one that is not finite is larger than any."""
     largest = uint32(0)
@@ -106,13 +95,13 @@ def _largest_bits(bits: Any, count: int) -> Any:
 
 @register_jitable
 def _count_errors(raw: Any, count: int, kind: int, restored: Any, original: Any, scale: Any, errors: Any) -> None:
-    """Add up how far `restored` (float32 bits, narrowed here) is from the raw row, in parts of `scale / UNIT`."""
+    """Add up how far `restored` (float32 bits, narrowed here) is from the raw row (widened in `original`), in parts of `scale / UNIT`."""
     _narrow(restored, count, kind)
     if kind == FLOAT16:
         for i in range(count):
             original[i] = restored[i]
         _widen(original, count, kind, restored)
-    _widen(raw, count, kind, original)
+        _widen(raw, count, kind, original)
     ours, theirs = restored.view(np.float32), original.view(np.float32)
     unit = float32(UNIT) / scale
     largest, squares, power = int32(0), int64(0), int64(0)
@@ -304,4 +293,6 @@ def restore(symbols: Any, raw: Any, shape: tuple[int, int, int, int, int], scale
             for i in range(channels):
                 values[i] = float32(before[i] + shift[i]) * scale
         _narrow(scratch, channels, kind)
-        _store(scratch, channels, kind, raw[token * channels : (token + 1) * channels])
+        restored, unused = raw[token * channels : (token + 1) * channels], uint32(16 if kind == BFLOAT16 else 0)
+        for i in range(channels):
+            restored[i] = scratch[i] >> unused
