@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from lmcache_core.telemetry import LABEL_TIER, Counters
+from lmcache_core.telemetry import (
+    CODEC_LAST_MAX_RELATIVE_ERROR,
+    CODEC_LAST_RMS_RELATIVE_ERROR,
+    CODEC_WORST_MAX_RELATIVE_ERROR,
+    CODEC_WORST_RMS_RELATIVE_ERROR,
+    LABEL_PROFILE,
+    LABEL_TIER,
+    Counters,
+    MeasuredError,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -40,6 +49,7 @@ _EVENTS: Final = (
     "damaged_at_start",
     "pulls",
     "failed_pulls",
+    "refused_encodings",
 )
 
 
@@ -105,3 +115,27 @@ class TierCollector(Collector):
                 if event in figures:
                     events.add_metric([tier, event], figures[event])
         yield events
+
+
+class CodecErrorCollector(Collector):
+    """How far decoded values are from what was stored, as encoders have measured it.
+
+    Args:
+        errors: Gives the last and the worst errors, by profile.
+    """
+
+    def __init__(self, errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]) -> None:
+        self._errors = errors
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a gauge for the last and the worst of each error."""
+        last_max = GaugeMetricFamily(CODEC_LAST_MAX_RELATIVE_ERROR, "Largest error in the last chunk.", labels=[LABEL_PROFILE])
+        last_rms = GaugeMetricFamily(CODEC_LAST_RMS_RELATIVE_ERROR, "Root mean square error in the last chunk.", labels=[LABEL_PROFILE])
+        worst_max = GaugeMetricFamily(CODEC_WORST_MAX_RELATIVE_ERROR, "Largest error in any chunk so far.", labels=[LABEL_PROFILE])
+        worst_rms = GaugeMetricFamily(CODEC_WORST_RMS_RELATIVE_ERROR, "Largest root mean square error so far.", labels=[LABEL_PROFILE])
+        for profile, (last, worst) in self._errors().items():
+            last_max.add_metric([profile], last.max_relative)
+            last_rms.add_metric([profile], last.rms_relative)
+            worst_max.add_metric([profile], worst.max_relative)
+            worst_rms.add_metric([profile], worst.rms_relative)
+        yield from (last_max, last_rms, worst_max, worst_rms)

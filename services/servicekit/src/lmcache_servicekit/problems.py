@@ -60,6 +60,7 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     core.ConfigError: ProblemType("bad-option", 400, "An option is unknown or impossible"),
     core.IdentityError: ProblemType("bad-key", 400, "A key or id cannot be read"),
     core.RecordError: ProblemType("bad-record", 422, "The body is not an intact record"),
+    core.SerdeError: ProblemType("bad-encoding", 422, "Bytes are not an intact encoding"),
     core.ProtocolError: ProblemType("protocol", 400, "The protocol was broken"),
     core.VersionError: ProblemType("version", 400, "No protocol version in common"),
     core.UnavailableError: ProblemType("unavailable", 503, "A dependency did not answer in time", shows_detail=False, headers=_RETRY),

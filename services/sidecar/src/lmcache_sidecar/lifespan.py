@@ -13,25 +13,20 @@ from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import AuthenticationError, CapacityError, ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
-from lmcache_core.memory import ArenaAllocator, SharedArena, create_shared_arena
+from lmcache_core.memory import SharedArena, create_shared_arena
 from lmcache_core.memory.shared import unlink_shared_arena
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
-from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.security import Principal, TicketVerifier, read_ticket_keys
 from lmcache_core.storage.announcer import TierAnnouncer
-from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.disk import LocalDiskBackend
-from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
-from lmcache_core.storage.peer import PEER_TIER, P2PBackend
-from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend
-from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer
-from lmcache_servicekit.collectors import CounterCollector, TierCollector
+from lmcache_servicekit.collectors import CodecErrorCollector, CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.tier_settings import BYTES_PER_GB
@@ -42,6 +37,7 @@ from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
+from lmcache_sidecar.tiers import SidecarTiers, TierMaker
 
 logger = logging.getLogger(__name__)
 wait_before_retry = asyncio.sleep
@@ -85,17 +81,19 @@ class _Opening:
         arena = await self._make_arena()
         self._exits.callback(unlink_shared_arena, arena)
         await self._open_clients()
-        stack, local_tiers = await self._open_tiers(arena)
-        self._exits.push_async_callback(self._tasks.close)
         counters = Counters()
+        codecs = create_codecs([settings.disk_serde, settings.remote_serde, settings.peer_serde], counters=counters)
+        stack, tiers = await self._open_tiers(arena, codecs)
+        self._exits.push_async_callback(self._tasks.close)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
+        self._state.registry.register(CodecErrorCollector(codecs.figures.errors))
         context = SessionContext(
             stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, self._tasks, counters
         )
         socket_server = SocketServer(settings.socket_path, context)
-        parts = SidecarParts(settings.instance_id, "", arena, stack, local_tiers, socket_server, None, None, settings.drain_timeout_s)
-        await self._open_peer_server(parts)
+        parts = SidecarParts(settings.instance_id, "", arena, stack, tiers.local, socket_server, None, None, settings.drain_timeout_s)
+        await self._open_peer_server(parts, codecs)
         await self._join(parts)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
@@ -140,45 +138,17 @@ class _Opening:
             await client.open()
             self._exits.push_async_callback(client.close)
 
-    def _make_local_tiers(self, arena: SharedArena) -> tuple[LocalCPUBackend, list[StorageBackend]]:
-        """Memory, and the disk if there is one."""
-        settings = self._settings
-        hot = LocalCPUBackend(
-            ArenaAllocator(arena.store_view),
-            create_policy(settings.eviction_policy),
-            self._announcer.removed_from(LocalCPUBackend.name),
-            limits=settings.memory_limits,
-        )
-        if settings.disk_path is None:
-            return hot, []
-        disk = LocalDiskBackend(
-            settings.disk_path,
-            settings.disk_bytes,
-            create_policy(settings.eviction_policy),
-            self._announcer.removed_from(LocalDiskBackend.name),
-            settings.disk_fsync,
-            limits=settings.disk_limits,
-        )
-        return hot, [disk]
-
-    async def _open_tiers(self, arena: SharedArena) -> tuple[TierStack, tuple[StorageBackend, ...]]:
-        settings = self._settings
-        hot, local = self._make_local_tiers(arena)
-        peers: list[StorageBackend] = []
-        if self._lookup is not None and self._broker is not None:
-            pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s)
-            peers.append(PricedBackend(BreakerBackend(P2PBackend(settings.instance_id, self._lookup, self._broker, pool))))
-        distant: list[StorageBackend] = []
-        if settings.remote_url is not None:
-            remote = create_remote_backend(settings.remote_url, token=self._token, timeout_s=settings.tier_timeout_s)
-            distant.append(PricedBackend(BreakerBackend(remote)))
-        guarded = [PricedBackend(BreakerBackend(tier)) for tier in local]
-        stack = TierStack(hot, [*guarded, *peers, *distant], written=[*guarded, *distant], listener=self._announcer)
+    async def _open_tiers(self, arena: SharedArena, codecs: Codecs) -> tuple[TierStack, SidecarTiers]:
+        """Open the codecs, which may take a while, and then all tiers: nothing is compiled once something is served."""
+        await codecs.open()
+        self._exits.push_async_callback(codecs.close)
+        tiers = TierMaker(self._settings, self._announcer, codecs, self._token).make(arena, self._lookup, self._broker)
+        stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
         await stack.open()
-        self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
-        return stack, (hot, *local)
+        self._exits.push_async_callback(stack.close, self._settings.drain_timeout_s)
+        return stack, tiers
 
-    async def _open_peer_server(self, parts: SidecarParts) -> None:
+    async def _open_peer_server(self, parts: SidecarParts, codecs: Codecs) -> None:
         settings = self._settings
         verifier = None
         authenticate: Authenticate = self._state.tokens.authenticate
@@ -187,7 +157,7 @@ class _Opening:
             if settings.auth_tokens_file is None:
                 authenticate = _refuse_without_ticket
         server = LmServer(
-            LocalStore(parts.stack, accepts_puts=lambda: False),
+            EncodingStore(LocalStore(parts.stack, accepts_puts=lambda: False), codecs, settings.peer_serde),
             authenticate,
             host=settings.lm_host,
             port=settings.lm_port,

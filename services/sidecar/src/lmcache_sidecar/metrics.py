@@ -5,7 +5,20 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from lmcache_core.telemetry import LABEL_REASON, LABEL_TIER
+from lmcache_core.telemetry import (
+    CODEC_DECODE_MICROSECONDS_TOTAL,
+    CODEC_DECODED_BYTES_TOTAL,
+    CODEC_DECODED_CHUNKS_TOTAL,
+    CODEC_DECODED_RAW_BYTES_TOTAL,
+    CODEC_ENCODE_MICROSECONDS_TOTAL,
+    CODEC_ENCODED_BYTES_TOTAL,
+    CODEC_ENCODED_CHUNKS_TOTAL,
+    CODEC_ENCODED_RAW_BYTES_TOTAL,
+    CODEC_UNENCODED_CHUNKS_TOTAL,
+    LABEL_REASON,
+    LABEL_SERDE,
+    LABEL_TIER,
+)
 from lmcache_servicekit.collectors import Described
 
 REQUESTED_CHUNKS_TOTAL: Final = "lmcache_sidecar_requested_chunks_total"
@@ -25,5 +38,14 @@ DESCRIBED: Final = MappingProxyType(
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),
         REFUSED_CHUNKS_TOTAL: Described("Reservations refused, for want of room or while draining."),
+        CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
+        CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
+        CODEC_ENCODED_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),
+        CODEC_ENCODE_MICROSECONDS_TOTAL: Described("Time spent encoding, over all threads that wait for it.", LABEL_SERDE),
+        CODEC_UNENCODED_CHUNKS_TOTAL: Described("Chunks that encoding would not have made smaller; they stay raw.", LABEL_SERDE),
+        CODEC_DECODED_CHUNKS_TOTAL: Described("Chunks decoded.", LABEL_SERDE),
+        CODEC_DECODED_RAW_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),
+        CODEC_DECODED_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
+        CODEC_DECODE_MICROSECONDS_TOTAL: Described("Time spent decoding, over all threads that wait for it.", LABEL_SERDE),
     }
 )

@@ -122,7 +122,9 @@ class SidecarSettings(TierSettings):
         if (self.lookup_url is None) != (self.broker_url is None):
             raise ValueError("lookup_url and broker_url go together: peers are found through both; set both or none")
         if self.remote_serde != "naive" and self.remote_url is None:
-            raise ValueError(f"remote_serde={self.remote_serde!r}, but there is no remote tier to encode for: set remote_url or leave it out")
+            raise ValueError(
+                f"remote_serde={self.remote_serde!r}, but there is no remote tier to encode for: set remote_url or leave it out"
+            )
         if self.disk_serde != "naive" and self.disk_path is None:
             raise ValueError(f"disk_serde={self.disk_serde!r}, but there is no disk to encode for: set disk_path or leave it out")
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:

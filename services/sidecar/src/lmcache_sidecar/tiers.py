@@ -1,0 +1,107 @@
+"""The sidecar's tiers, as its settings name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache_core.lookup import LookupClient
+from lmcache_core.memory import ArenaAllocator, SharedArena
+from lmcache_core.p2p import BrokerClient
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.codecs import Codecs
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend
+from lmcache_core.storage.wrappers.priced import PricedBackend
+from lmcache_core.wire.capabilities import Accepts
+
+from lmcache_sidecar.settings import SidecarSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarTiers:
+    """Tiers, not opened.
+
+    Attributes:
+        hot: Shared memory.
+        local: Those that keep chunks in this pod, bare.
+        lower: All slower ones, fastest first, in their wrappers.
+        written: Those of them that every new chunk is written to.
+    """
+
+    hot: LocalCPUBackend
+    local: tuple[StorageBackend, ...]
+    lower: tuple[StorageBackend, ...]
+    written: tuple[StorageBackend, ...]
+
+
+class TierMaker:
+    """Makes tiers. Each has a door, since others may have written what lies there: engines are handed nothing that was not asked for.
+
+    Args:
+        settings: Which there are.
+        announcer: Hears of what they give up.
+        codecs: Made with the serdes of the settings.
+        token: What the remote tier is shown.
+    """
+
+    def __init__(self, settings: SidecarSettings, announcer: TierAnnouncer, codecs: Codecs, token: str | None) -> None:
+        self._settings = settings
+        self._announcer = announcer
+        self._codecs = codecs
+        self._token = token
+
+    def make(self, arena: SharedArena, lookup: LookupClient | None, broker: BrokerClient | None) -> SidecarTiers:
+        """All tiers; peers only where both lookup and broker are known."""
+        settings = self._settings
+        hot = LocalCPUBackend(
+            ArenaAllocator(arena.store_view),
+            create_policy(settings.eviction_policy),
+            self._announcer.removed_from(LocalCPUBackend.name),
+            limits=settings.memory_limits,
+        )
+        disk = self._disk()
+        on_disk = () if disk is None else (self._guarded(EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)),)
+        peers = () if lookup is None or broker is None else (self._guarded(self._peers(lookup, broker)),)
+        distant = () if settings.remote_url is None else (self._guarded(self._remote(settings.remote_url)),)
+        local = (hot,) if disk is None else (hot, disk)
+        return SidecarTiers(hot, local, (*on_disk, *peers, *distant), (*on_disk, *distant))
+
+    def _disk(self) -> LocalDiskBackend | None:
+        settings = self._settings
+        if settings.disk_path is None:
+            return None
+        return LocalDiskBackend(
+            settings.disk_path,
+            settings.disk_bytes,
+            create_policy(settings.eviction_policy),
+            self._announcer.removed_from(LocalDiskBackend.name),
+            settings.disk_fsync,
+            limits=settings.disk_limits,
+        )
+
+    def _peers(self, lookup: LookupClient, broker: BrokerClient) -> StorageBackend:
+        """They encode as they are set; what is taken from them is what this sidecar would send."""
+        settings = self._settings
+        accepts = self._accepts(settings.peer_serde)
+        pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts)
+        peers = P2PBackend(settings.instance_id, lookup, broker, pool)
+        return EncodedBackend(peers, self._codecs, accepts_lossy=accepts.lossy, seals=True)
+
+    def _remote(self, url: str) -> StorageBackend:
+        settings = self._settings
+        accepts = self._accepts(settings.remote_serde)
+        remote = create_remote_backend(url, token=self._token, timeout_s=settings.tier_timeout_s, accepts=accepts)
+        return EncodedBackend(remote, self._codecs, settings.remote_serde, seals=True)
+
+    def _accepts(self, serde: str) -> Accepts:
+        return Accepts(self._codecs.is_lossy(serde), frozenset(self._codecs.decodable()))
+
+    @staticmethod
+    def _guarded(tier: StorageBackend) -> StorageBackend:
+        return PricedBackend(BreakerBackend(tier))

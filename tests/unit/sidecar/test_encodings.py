@@ -1,0 +1,158 @@
+"""A sidecar that encodes: its tiers, its figures, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import torch
+from lmcache_core.record import Chunk, Miss, MissReason, payload_digest
+from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.telemetry import CodecFigures, MeasuredError
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_servicekit.collectors import CodecErrorCollector
+from lmcache_sidecar import lifespan as opening
+from lmcache_sidecar.app import create_app
+from lmcache_sidecar.settings import SidecarSettings
+
+from tests.fixtures.encoded_tier import content
+
+
+def make_settings(tmp_path: Path, **options: object) -> SidecarSettings:
+    values: dict[str, object] = {
+        "port": 0,
+        "lm_port": 0,
+        "instance_id": "test",
+        "socket_path": tmp_path / "s.sock",
+        "arena_path": tmp_path / "arena",
+        "arena_gb": 0.01,
+    }
+    return SidecarSettings(**(values | options))
+
+
+def kv_chunk(name: object) -> Chunk:
+    """A chunk that a codec can do something with: smooth values in bfloat16."""
+    kv = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    data = kv.view(torch.uint8).numpy().tobytes()
+    chunk = make_chunk(name, payload=data)
+    spec = msgspec.structs.replace(chunk.header.tensors[0], dtype="bfloat16", shape=SHAPE)
+    header = msgspec.structs.replace(chunk.header, tensors=(spec,), digest=payload_digest(data))
+    return Chunk.unsealed(chunk.key, header, chunk.memory, "test").sealed()
+
+
+async def stored_and_read(tmp_path: Path, **options: object) -> tuple[list[bytes | MissReason], dict[str, dict[str, int]], str]:
+    """Two chunks through the slower tiers: what comes back, the tiers' figures, and /metrics."""
+    app = create_app(make_settings(tmp_path, **options))
+    transport = httpx.ASGITransport(app)
+    async with opening.lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+        stack = app.state.sidecar.stack
+        assert all(await stack.batched_put([kv_chunk("a"), kv_chunk("b")]))
+        assert await stack.drain(20)
+        stack.hot.clear_now()
+        got = [content(result) for result in await stack.batched_get([make_key("a"), make_key("b")], timeout_s=20)]
+        return got, stack.stats(), (await client.get("/metrics")).text
+
+
+def value_of(metrics: str, name: str, label: str) -> float:
+    found = re.search(rf'^{name}{{\w+="{label}"}} (\S+)$', metrics, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+@pytest.mark.parametrize("serde", ["lossless", "cachegen", "cachegen:high", "cachegen:low"])
+async def test_each_tier_encodes_as_it_is_set(tmp_path: Path, tier: str, serde: str) -> None:
+    (tmp_path / "shared").mkdir()
+    options = {
+        "disk": {"disk_path": tmp_path / "disk", "disk_gb": 0.05, "disk_serde": serde},
+        "remote": {"remote_url": f"file://{tmp_path}/shared", "remote_serde": serde},
+    }
+    got, stats, metrics = await stored_and_read(tmp_path, **options[tier])
+    raw = bytes(kv_chunk("a").memory.byte_array)
+    is_lossy = serde != "lossless"
+    assert all(isinstance(data, bytes) and len(data) == len(raw) for data in got)
+    assert (got == [raw, raw]) is not is_lossy
+    figures = stats["LocalDiskBackend" if tier == "disk" else "RemoteBackend"]
+    assert (figures["encoded_chunks"], figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (2, 2, 2 * len(raw))
+    assert figures["encoded_bytes"] < figures["encoded_raw_bytes"] * (0.6 if is_lossy else 0.95)
+    family = serde.partition(":")[0]
+    assert value_of(metrics, "lmcache_codec_encoded_raw_bytes_total", family) == 2 * len(raw)
+    assert value_of(metrics, "lmcache_codec_decoded_bytes_total", family) == figures["decoded_bytes"]
+    assert value_of(metrics, "lmcache_codec_decode_microseconds_total", family) > 0
+    errors = re.findall(r'^lmcache_codec_worst_rms_relative_error{profile="(\S+)"} (\S+)$', metrics, re.MULTILINE)
+    assert len(errors) == is_lossy
+    if is_lossy:
+        assert errors[0][0].startswith("cachegen/")
+        assert 0 < float(errors[0][1]) < 1
+        assert figures["worst_rms_error_ppm"] == pytest.approx(float(errors[0][1]) * 1e6, abs=1)
+
+
+async def test_what_was_stored_with_loss_is_a_miss_where_it_is_not_asked(tmp_path: Path) -> None:
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.05}
+    await stored_and_read(tmp_path, **disk, disk_serde="cachegen")
+    app = create_app(make_settings(tmp_path, **disk))
+    async with opening.lifespan(app):
+        stack = app.state.sidecar.stack
+        assert await stack.batched_get([make_key("a")], timeout_s=20) == [Miss(MissReason.ENCODING)]
+        assert await stack.batched_put([kv_chunk("a")]) == [True]
+        assert await stack.drain(20)
+        stack.hot.clear_now()
+        assert [content(result) for result in await stack.batched_get([make_key("a")], timeout_s=20)] == [
+            bytes(kv_chunk("a").memory.byte_array)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk_serde": "cachegn"}, "did you mean 'cachegen'"),
+        ({"peer_serde": "torch"}, "no encoding that a sidecar has"),
+        ({"remote_serde": "lossless"}, "set remote_url"),
+        ({"disk_serde": "lossless"}, "set disk_path"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_settings(tmp_path, **options)
+
+
+@pytest.mark.parametrize("serde", ["lossless", "cachegen"])
+def test_without_numba_it_says_what_to_install(serde: str) -> None:
+    code = (
+        "import asyncio, sys; sys.modules['numba'] = None\n"
+        "from lmcache_core.errors import ConfigError\n"
+        "from lmcache_core.storage.codecs import create_codecs\n"
+        f"try: asyncio.run(create_codecs(['naive', {serde!r}]).open())\n"
+        "except ConfigError as exc: print(exc)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert f"serde '{serde}'" in done.stdout
+    assert "lmcache-core[codec]" in done.stdout
+
+
+async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:
+    """What `Codecs.decodable` says of a codec before it is open is so once it is."""
+    codecs = create_codecs(["cachegen:high"])
+    await codecs.open()
+    for serde in codecs.decodable():
+        header = msgspec.structs.replace(make_chunk("a").header, serde=serde)
+        assert codecs.decoder_of(header) in (codecs.named("cachegen:high"), MissReason.PROFILE)
+    assert codecs.decodable() == ["cachegen", "lossless"]
+    await codecs.close()
+
+
+def test_errors_are_gauges() -> None:
+    figures = CodecFigures()
+    figures.measured("cachegen/low", MeasuredError(0.5, 0.25))
+    figures.measured("cachegen/low", MeasuredError(0.25, 0.125))
+    samples = {sample.name: sample.value for family in CodecErrorCollector(figures.errors).collect() for sample in family.samples}
+    assert samples == {
+        "lmcache_codec_last_max_relative_error": 0.25,
+        "lmcache_codec_last_rms_relative_error": 0.125,
+        "lmcache_codec_worst_max_relative_error": 0.5,
+        "lmcache_codec_worst_rms_relative_error": 0.25,
+    }
