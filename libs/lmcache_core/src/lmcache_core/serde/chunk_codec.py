@@ -26,6 +26,7 @@ CACHEGEN_SERDE = "cachegen"
 LOSSLESS_SERDE = "lossless"
 MAX_THREADS = 8
 TABLES_MARK = "@"
+_STORED_HEAD = Head(Mode.STORED, 0, 0, (0, 0, 0, 0)).pack()
 
 Pieces = list[Any]
 
@@ -135,13 +136,15 @@ class CacheGenCodec:
                 pass
         pieces = tools.lossless.encode(raw, spec.dtype, spec.shape)
         if sum(memoryview(piece).nbytes for piece in pieces) >= len(raw):
-            pieces = [Head(Mode.STORED, 0, 0, (0, 0, 0, 0)).pack(), raw]
+            pieces = [_STORED_HEAD, raw]
         return pieces, None
 
     def _decode_tensor(self, tools: _Tools, spec: TensorSpec, blob: memoryview, out: memoryview) -> None:
         reader = Reader(blob)
         head = reader.head()
         if head.mode is Mode.STORED:
+            if head.pack() != _STORED_HEAD:
+                raise SerdeError("a stored tensor whose head says more than that")
             out[:] = reader.take(len(out))
             reader.finish()
         elif head.mode is Mode.LOSSLESS:

@@ -61,17 +61,20 @@ class DocumentedCodec:
         self._deserializer = getattr(module, deserializer)(None)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """See `ChunkCodec.close`."""
+        self._serializer = self._deserializer = None
 
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
         """See `ChunkCodec.encode`; never None, though the result is a little longer: who chooses such a serde wants that encoding."""
-        assert self._serializer is not None, "open comes first"
+        serializer = self._serializer
+        if serializer is None:
+            raise SerdeError(f"the codec {self.serde} is not open")
         pieces: list[bytes] = []
         specs: list[TensorSpec] = []
         at = 0
         for spec in tensors:
             view = payload[spec.offset : spec.offset + spec.length]
-            pieces.append(self._serializer.to_bytes(tensor_over(view, spec.shape, spec.dtype)))
+            pieces.append(serializer.to_bytes(tensor_over(view, spec.shape, spec.dtype)))
             specs.append(TensorSpec(spec.group, spec.dtype, spec.shape, at, len(pieces[-1])))
             at += len(pieces[-1])
         num_elements = sum(math.prod(spec.shape) for spec in tensors)
@@ -85,10 +88,12 @@ class DocumentedCodec:
 
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:
         """See `ChunkCodec.decode`."""
-        assert self._deserializer is not None, "open comes first"
+        deserializer = self._deserializer
+        if deserializer is None:
+            raise SerdeError(f"the codec {self.serde} is not open")
         at = 0
         for spec in header.tensors:
-            tensor = self._deserializer.from_bytes(payload[spec.offset : spec.offset + spec.length])
+            tensor = deserializer.from_bytes(payload[spec.offset : spec.offset + spec.length])
             if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
                 raise SerdeError(f"a tensor of {tensor.dtype} {tuple(tensor.shape)} where the record says {spec.dtype} {spec.shape}")
             data = bytes_under(tensor)

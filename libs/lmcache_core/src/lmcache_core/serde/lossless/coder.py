@@ -79,8 +79,10 @@ class LosslessCoder:
         """
         itemsize, block = head.itemsize, head.sizes[2]
         elements = head.sizes[0] | head.sizes[1] << 32
-        if itemsize not in (1, 2, 4, 8) or head.dtype > 1 or elements * itemsize != len(out) or not 0 < block <= MAX_BLOCK_ELEMENTS:
+        if itemsize not in (1, 2, 4, 8) or head.dtype > 1 or elements * itemsize != len(out) or head.sizes[3]:
             raise SerdeError(f"an encoded tensor of {elements} elements of {itemsize} bytes for {len(out)} bytes")
+        if not MIN_BLOCK_ELEMENTS <= block <= MAX_BLOCK_ELEMENTS:
+            raise SerdeError(f"an encoded tensor in blocks of {block} elements; {MIN_BLOCK_ELEMENTS} to {MAX_BLOCK_ELEMENTS} share a table")
         sizes = [min(block, elements - start) for start in range(0, elements, block)]
         tables = [_read_table(reader) for _ in sizes]
         runs_of = [-(-size // RUN_ELEMENTS) for size in sizes]

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import next_power_of_two
+from lmcache_core.serde.cachegen.config import MAX_LAYERS
 from lmcache_core.serde.quantised.values import BFLOAT16, FLOAT16, FLOAT32
 
 KINDS = MappingProxyType({"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32})
@@ -71,4 +72,10 @@ def can_be_quantised(dtype: str, shape: Sequence[int]) -> bool:
     if dtype not in KINDS or len(shape) != 4:
         return False
     sides, layers, tokens, channels = shape
-    return 0 < sides * layers <= MAX_PLANES and 0 < tokens <= MAX_TOKENS and 0 < channels <= MAX_CHANNELS and math.prod(shape) < 1 << 31
+    return (
+        0 < sides * layers <= MAX_PLANES
+        and layers <= MAX_LAYERS
+        and 0 < tokens <= MAX_TOKENS
+        and 0 < channels <= MAX_CHANNELS
+        and math.prod(shape) < 1 << 31
+    )

@@ -22,11 +22,12 @@ MAX_SPREAD = 252
 _TO_WHOLE = np.float32(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 to a whole number, ties to even."""
 _FLOAT16_UP = np.float32(2.0**112)
-_FLOAT16_DOWN = np.float32(2.0**-112)
 _SMALLEST_BITS = 27 << 23
 """2^-100, and"""
 _LARGEST_BITS = 227 << 23
 """2^100: scales outside are not divided by."""
+_LARGEST_HALF_BITS = 142 << 23
+"""2^15: in float16, values up to here and half a step beyond stay finite when the step is at most as large as they are."""
 OK, NOT_FINITE = 0, 1
 _BLOCK = 256
 """Channels whose sums are kept at a time: they stay in the first-level cache."""
@@ -173,7 +174,7 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
         scratch: uint32 `[2 * channels]`.
 
     Returns:
-        See `quantise_by_token`.
+        See `quantise_by_token`; also `NOT_FINITE` where a restored float16 might be infinite.
     """
     tokens, channels, kind, fineness = shape
     bits, restored = scratch[:channels], scratch[channels : 2 * channels]
@@ -183,7 +184,7 @@ def quantise_by_plane(raw: Any, shape: tuple[int, int, int, int], quantised: Any
     if largest == uint32(0):
         quantised[: tokens * channels] = int16(0)
         return OK
-    if largest < uint32(_SMALLEST_BITS) or largest > uint32(_LARGEST_BITS):
+    if largest < uint32(_SMALLEST_BITS) or largest > uint32(_LARGEST_HALF_BITS if kind == FLOAT16 else _LARGEST_BITS):
         return NOT_FINITE
     maximum = scales.view(np.float32)[0]
     variance, spread = _spread(raw, (tokens, channels, kind), maximum, bits)
