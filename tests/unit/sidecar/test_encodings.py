@@ -22,6 +22,8 @@ from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.encoded_tier import content
 
+SHAPE = (2, 4, 32, 64)
+
 
 def make_settings(tmp_path: Path, **options: object) -> SidecarSettings:
     values: dict[str, object] = {
