@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lmcache_core.errors import AuthenticationError, LMCacheError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
@@ -24,7 +25,7 @@ from lmcache_core.wire import ClientOptions, LmClient
 from lmcache_demo.processes import Process, Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_HEADS, NUM_LAYERS, KVCaches, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE
@@ -40,6 +41,10 @@ class Sidecar:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
             body: dict[str, Any] = json.loads(response.read())
             return body
+
+    def text(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
+            return str(response.read().decode())
 
 
 class Neighbourhood:
@@ -110,6 +115,66 @@ def test_a_chunk_comes_from_a_peer_and_is_hot_afterwards(neighbourhood: Neighbou
         assert engine.lookup(tokens, ["Hot"]) == NUM_TOKENS
     assert_equal_prefix(target, kv, NUM_TOKENS)
     eventually(lambda: b.get("/v1/status")["settled"])
+
+
+def smooth_kv() -> KVCaches:
+    """Values that a codec finds something in."""
+    base = torch.sin(torch.arange(NUM_TOKENS) * 0.3)[:, None, None] + torch.arange(HIDDEN).view(1, NUM_HEADS, -1) * 0.1
+    return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("serving", "pulling", "is_encoded", "is_exact"),
+    [
+        ("lossless", "lossless", True, True),
+        ("cachegen", "cachegen:low", True, False),
+        ("cachegen", "lossless", False, True),
+        ("lossless", "naive", False, True),
+        ("naive", "cachegen", False, True),
+    ],
+)
+def test_peers_encode_for_those_who_can_take_it(
+    neighbourhood: Neighbourhood, serving: str, pulling: str, is_encoded: bool, is_exact: bool
+) -> None:
+    a, b = neighbourhood.sidecar("a", peer_serde=serving), neighbourhood.sidecar("b", peer_serde=pulling)
+    tokens, kv = tokens_of(NUM_TOKENS), smooth_kv()
+    with engine_at(a.socket) as engine:
+        engine.store(tokens, kvcaches=kv)
+    eventually(lambda: a.get("/v1/status")["settled"])
+    target, again = empty_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
+    with engine_at(b.socket) as engine:
+        assert engine.retrieve(tokens, kvcaches=target).all()
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert engine.retrieve(tokens, kvcaches=again).all(), "from shared memory, with its digest"
+    assert_equal_prefix(again, target, NUM_TOKENS)
+    pairs = [(g, w) for got, want in zip(target, kv, strict=True) for g, w in zip(got, want, strict=True)]
+    assert all(torch.equal(g, w) for g, w in pairs) is is_exact
+    assert all(float((g - w).abs().max()) < 1 for g, w in pairs)
+    figures = b.get("/v1/tiers")["tiers"]["P2PBackend"]
+    assert ("decoded_chunks" in figures) is is_encoded
+    if is_encoded:
+        assert figures["decoded_bytes"] < figures["decoded_raw_bytes"]
+        assert "lmcache_codec_encoded_chunks_total" in a.text("/metrics")
+
+
+def test_what_a_sidecar_holds_with_loss_goes_to_no_peer_that_takes_none(neighbourhood: Neighbourhood) -> None:
+    a, b = neighbourhood.sidecar("a", peer_serde="cachegen"), neighbourhood.sidecar("b", peer_serde="cachegen")
+    c = neighbourhood.sidecar("c")
+    tokens = tokens_of(NUM_TOKENS)
+    with engine_at(a.socket) as engine:
+        engine.store(tokens, kvcaches=smooth_kv())
+    eventually(lambda: a.get("/v1/status")["settled"])
+    with engine_at(b.socket) as engine:
+        assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
+    eventually(lambda: b.get("/v1/status")["settled"])
+    a.process.kill()
+    with engine_at(c.socket) as engine:
+
+        def is_refused() -> bool:
+            assert not engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).any()
+            return 'lmcache_sidecar_missed_chunks_total{reason="encoding"}' in c.text("/metrics")
+
+        eventually(is_refused)
 
 
 def test_a_dead_peer_is_a_miss_and_never_a_wait(neighbourhood: Neighbourhood) -> None:
