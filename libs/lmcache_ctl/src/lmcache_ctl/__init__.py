@@ -1,0 +1,1 @@
+"""`lmcachectl`: the command line of the cache, for people. One package for each group of commands."""

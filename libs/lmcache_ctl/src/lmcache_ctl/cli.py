@@ -1,0 +1,48 @@
+"""The root of `lmcachectl`: groups of commands, and how a failure ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from lmcache_core.errors import LMCacheError
+
+from lmcache_ctl.codec.commands import app as codec
+from lmcache_ctl.errors import CtlError
+
+EXIT_FAILURE = 1
+
+app = typer.Typer(name="lmcachectl", add_completion=False, no_args_is_help=True, help="The command line of the shared KV cache.")
+app.add_typer(codec, name="codec")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmcachectl {version('lmcache-ctl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """The command line of the shared KV cache.
+
+    Exit code 0: done. 1: it failed, or found something damaged. 2: it was called wrongly.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line; None: the process's own.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    try:
+        app(arguments, prog_name="lmcachectl")
+    except (CtlError, LMCacheError) as exc:
+        typer.echo(f"lmcachectl: {exc}", err=True)
+        sys.exit(EXIT_FAILURE)

@@ -1,0 +1,107 @@
+"""The commands of `lmcachectl codec`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmcache_ctl.output import Output, OutputFormat, print_json
+
+EXIT_DAMAGED = 1
+DEFAULT_URL = "http://127.0.0.1:8083"
+DEFAULT_TOKENS = 512
+MAX_TOKENS = 1 << 15
+
+app = typer.Typer(no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers.")
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} must begin with http:// or https://")
+    return url
+
+
+def _checked_profiles(profiles: list[str]) -> list[str]:
+    from lmcache_core.serde.registry import CODEC_NAMES
+
+    for profile in profiles:
+        if profile not in CODEC_NAMES:
+            raise typer.BadParameter(f"{profile!r} is none of {', '.join(CODEC_NAMES)}")
+    return profiles or list(CODEC_NAMES)
+
+
+@app.command()
+def stats(
+    url: Annotated[str, typer.Option(help="REST address of a sidecar.", callback=_checked_url)] = DEFAULT_URL,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token to show; needed where the sidecar wants one.")] = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show what the codecs of a sidecar did since its start.
+
+    Bytes before and after, how many times smaller, and speed in GB (10^9 raw
+    bytes) a second of the codec's own time. Errors as encoders measured them:
+    the largest, relative to the largest value of its token or channel (max),
+    and root mean squares, relative to those of what was stored (rms).
+    """
+    from lmcache_ctl.codec.stats import fetch_stats
+    from lmcache_ctl.codec.tables import print_stats
+
+    found = fetch_stats(url, token_file)
+    _print(found, output, print_stats)
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[Path], typer.Argument(metavar="FILE", help="Record files, or directories with such (*.kvr) below them.")],
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show what record files hold: those of a disk tier, or of a file:// remote tier.
+
+    Whose KV it is, how it is encoded, and whether it is whole; nothing is
+    decoded, nothing changed. Exits with 1 when a file is not a whole record.
+    """
+    from lmcache_ctl.codec.records import inspect_file, record_files
+    from lmcache_ctl.codec.tables import print_files
+
+    files = [inspect_file(path) for path in record_files(paths)]
+    _print(files, output, print_files)
+    if any(file.fault for file in files):
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+@app.command()
+def measure(
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up KV in the shape of Llama-3.1-8B (the default).")] = False,
+    kv: Annotated[
+        Path | None,
+        typer.Option(help=r"A safetensors file; each tensor is \[sides, layers, tokens, channels], sides being keys and values."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="A profile to measure; may be given several times.", show_default="all")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most, in chunks of 256.")] = DEFAULT_TOKENS,
+    threads: Annotated[int, typer.Option(min=0, max=256, help="Threads for one chunk; 0: as many as there are processors.")] = 0,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Measure on this machine how small, how exact and how fast each profile is.
+
+    Take KV of your own model where you can: made-up KV tells speed, but not
+    how well a model's compresses. What errors do to answers is not measured.
+    """
+    chosen = [name for name, given in (("--synthetic", synthetic), ("--kv", kv), ("--model", model)) if given]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} exclude one another: give one source of KV")
+    profiles = _checked_profiles(profile or [])
+    from lmcache_ctl.codec.kv import load_kv
+    from lmcache_ctl.codec.measurement import measure_profiles
+    from lmcache_ctl.codec.tables import print_measurements
+
+    _print(measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements)
+
+
+def _print(value: Any, output: OutputFormat, as_table: Any) -> None:
+    if output is OutputFormat.JSON:
+        print_json(value)
+    else:
+        as_table(value)

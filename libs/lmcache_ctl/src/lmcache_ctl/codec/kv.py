@@ -1,0 +1,175 @@
+"""KV to measure codecs on: made up, read from a file, or computed by a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
+from lmcache_core.record import TensorSpec
+
+from lmcache_ctl.errors import CtlError
+
+Array = npt.NDArray[Any]
+
+CHUNK_TOKENS = 256
+"""What engines cut prompts into unless told otherwise."""
+SEED = 20
+SYNTHETIC_LAYERS, SYNTHETIC_CHANNELS = 32, 1024
+SMOOTHNESS = 0.8
+MAX_FILE_HEADER_BYTES = 16 << 20
+_LENGTH_BYTES = 8
+_DIMENSIONS = "[sides, layers, tokens, channels]"
+_FILE_DTYPES = MappingProxyType(
+    {
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "U8": "uint8",
+    }
+)
+
+
+@dataclass(frozen=True)
+class KvTensor:
+    """KV of one group of layers.
+
+    Attributes:
+        group: Its name, "" for the only one.
+        dtype: Name of its dtype.
+        values: Its bits, unsigned integers `[sides, layers, tokens, channels]`; sides are keys and values, or one where they are one.
+    """
+
+    group: str
+    dtype: str
+    values: Array
+
+
+@dataclass(frozen=True)
+class Kv:
+    """KV of some tokens.
+
+    Attributes:
+        source: Where it is from, for people.
+        tensors: One or more, of the same tokens.
+    """
+
+    source: str
+    tensors: tuple[KvTensor, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens."""
+        return int(self.tensors[0].values.shape[2])
+
+    def chunks(self) -> Iterator[tuple[tuple[TensorSpec, ...], memoryview]]:
+        """Chunks of `CHUNK_TOKENS`, the last one may have fewer: what each holds, and its raw payload."""
+        for begin in range(0, self.num_tokens, CHUNK_TOKENS):
+            specs, pieces, at = [], [], 0
+            for tensor in self.tensors:
+                piece = np.ascontiguousarray(tensor.values[:, :, begin : begin + CHUNK_TOKENS])
+                specs.append(TensorSpec(tensor.group, tensor.dtype, piece.shape, at, piece.nbytes))
+                pieces.append(piece.tobytes())
+                at += piece.nbytes
+            yield tuple(specs), memoryview(b"".join(pieces))
+
+
+def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
+    """KV from a file, else of a model, else made up.
+
+    Args:
+        file: A safetensors file, see `kv_of_file`.
+        model: Directory of a Hugging Face model.
+        num_tokens: At most so many tokens.
+
+    Raises:
+        CtlError: It cannot be had.
+    """
+    if file is not None:
+        return kv_of_file(file, num_tokens)
+    if model is None:
+        return synthetic_kv(num_tokens)
+    try:
+        from lmcache_ctl.codec.model_kv import kv_of_model
+    except ModuleNotFoundError as exc:
+        raise CtlError(f"--model needs the package {exc.name!r}; install lmcache-ctl[model]") from exc
+    return kv_of_model(model, num_tokens)
+
+
+def synthetic_kv(num_tokens: int) -> Kv:
+    """KV that no model computed, bfloat16 in the shape of Llama-3.1-8B, the same every time.
+
+    Each channel wanders around a mean of its own: normal noise, smoothed from token to token. Good for speed; how small it becomes says
+    little about a model.
+    """
+    random = np.random.default_rng(SEED)
+    shape = (2, SYNTHETIC_LAYERS, SYNTHETIC_CHANNELS)
+    spread = np.exp(0.5 * random.standard_normal(shape, np.float32))
+    mean = spread * random.standard_normal(shape, np.float32)
+    values = np.empty((*shape[:2], num_tokens, shape[2]), np.uint16)
+    state = random.standard_normal(shape, np.float32)
+    fresh = math.sqrt(1 - SMOOTHNESS**2)
+    for token in range(num_tokens):
+        values[:, :, token] = ((mean + spread * state).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        state = SMOOTHNESS * state + np.float32(fresh) * random.standard_normal(shape, np.float32)
+    return Kv("synthetic KV, bfloat16 in the shape of Llama-3.1-8B", (KvTensor("", "bfloat16", values),))
+
+
+def kv_of_file(path: Path, num_tokens: int) -> Kv:
+    """KV from a safetensors file, mapped and not copied.
+
+    Args:
+        path: Each of its tensors is a group of layers, `[sides, layers, tokens, channels]`.
+        num_tokens: Of each the first so many tokens.
+
+    Raises:
+        CtlError: It cannot be read, is no such file, or holds something else.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as exc:
+        raise CtlError(f"cannot read {path}: {exc}") from exc
+    header_bytes = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+    begin = _LENGTH_BYTES + header_bytes
+    if len(data) < _LENGTH_BYTES or header_bytes > MAX_FILE_HEADER_BYTES or begin > len(data):
+        raise CtlError(f"{path} is no safetensors file: its first bytes are not the length of a header")
+    try:
+        header = json.loads(data[_LENGTH_BYTES:begin].tobytes())
+    except (ValueError, RecursionError) as exc:
+        raise CtlError(f"{path} is no safetensors file: its header is not JSON") from exc
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}
+    if not entries:
+        raise CtlError(f"{path} holds no tensor")
+    is_only = len(entries) == 1
+    tensors = tuple(_tensor(path, data[begin:], name, entry, "" if is_only else name) for name, entry in sorted(entries.items()))
+    counts = {int(tensor.values.shape[2]) for tensor in tensors}
+    if len(counts) != 1:
+        raise CtlError(f"{path}: its tensors have {', '.join(map(str, sorted(counts)))} tokens; all must be of the same ones")
+    cut = tuple(KvTensor(tensor.group, tensor.dtype, tensor.values[:, :, :num_tokens]) for tensor in tensors)
+    return Kv(f"KV of {path.name}", cut)
+
+
+def _tensor(path: Path, data: Array, name: str, entry: Any, group: str) -> KvTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        is_shape = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CtlError(f"{path}: the entry of tensor {name[:80]!r} is not one of safetensors") from exc
+    if not isinstance(dtype, str) or dtype not in _FILE_DTYPES:
+        raise CtlError(f"{path}: tensor {name[:80]!r} is of {dtype!s:.20}; KV is of one of {', '.join(_FILE_DTYPES)}")
+    if not is_shape or len(shape) != len(_DIMENSIONS.split()) or 0 in shape:
+        raise CtlError(f"{path}: tensor {name[:80]!r} is of shape {shape!s:.80}; KV is {_DIMENSIONS}, sides being keys and values")
+    itemsize = DTYPE_ITEMSIZE[_FILE_DTYPES[dtype]]
+    if not begin <= end <= len(data) or end - begin != math.prod(shape) * itemsize:
+        raise CtlError(f"{path}: the bytes of tensor {name[:80]!r} are not those of its shape, or are not in the file")
+    values = np.ndarray(shape, f"<u{itemsize}", data, begin)
+    return KvTensor(group, _FILE_DTYPES[dtype], values)

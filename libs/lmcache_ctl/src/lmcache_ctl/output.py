@@ -1,0 +1,79 @@
+"""How commands print: JSON for programs, tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+KIB = 1 << 10
+GB = 10**9
+MICRO = 1e-6
+UNKNOWN = "-"
+
+
+class OutputFormat(StrEnum):
+    """What `-o` takes."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="A table for people, or JSON.")]
+
+
+def print_json(value: Any) -> None:
+    """Print structs, lists and dicts as indented JSON."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def print_text(text: str) -> None:
+    """Print plain text, wrapped to the terminal; nothing in it is markup."""
+    Console(highlight=False, markup=False).print(text)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """Print a table.
+
+    Args:
+        title: Above it, "" for none.
+        headings: One for each column.
+        rows: Their cells; nothing in them is markup.
+        left: So many columns are flush left, the others, numbers, flush right.
+    """
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=number < left, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    Console(highlight=False).print(table)
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in the unit that suits it, for example `1.5 MiB`."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= KIB and len(units) > 1:
+        size /= KIB
+        del units[0]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """How many times smaller, for example `4.14x`."""
+    return UNKNOWN if ratio is None else f"{ratio:.2f}x"
+
+
+def speed_text(bytes_per_s: float | None) -> str:
+    """Gigabytes (10^9 bytes) a second, two digits."""
+    return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / GB:.2f}"
+
+
+def error_text(error: float | None) -> str:
+    """A relative error in percent."""
+    return UNKNOWN if error is None else f"{100 * error:.2f}%"

@@ -1,0 +1,89 @@
+"""Exit codes and where text goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lmcache_ctl.cli import main
+
+GROUPS = ["codec"]
+COMMANDS = [["codec", "stats"], ["codec", "inspect"], ["codec", "measure"]]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("command", [[], *[[group] for group in GROUPS], *COMMANDS])
+def test_every_command_tells_how_it_is_used(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    told = capsys.readouterr()
+    assert "Usage: lmcachectl " + " ".join(command) in told.out
+    assert told.err == ""
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("lmcachectl 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["codec", "stats", "--url", "localhost:8083"], "must begin with http://"),
+        (["codec", "measure", "--profile", "cachegen:hihg"], "is none of cachegen, cachegen:high"),
+        (["codec", "measure", "--synthetic", "--kv", "kv.safetensors"], "--synthetic and --kv exclude"),
+        (["codec", "measure", "--model", "m", "--kv", "kv.safetensors"], "--kv and --model exclude"),
+        (["codec", "measure", "--tokens", "0"], "--tokens"),
+        (["codec", "inspect"], "FILE"),
+        (["codec", "inspect", "x", "-o", "yaml"], "yaml"),
+        (["codec", "unknown"], "unknown"),
+        (["unknown"], "unknown"),
+    ],
+)
+def test_called_wrongly(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(*arguments) == 2
+    output = capsys.readouterr()
+    assert told in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["codec", "stats", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (["codec", "stats", "--token-file", "/nowhere/token"], "cannot read the token file /nowhere/token"),
+        (["codec", "inspect", "/nowhere/x.kvr"], "there is no file /nowhere/x.kvr"),
+        (["codec", "measure", "--kv", "/nowhere/kv.safetensors"], "cannot read /nowhere/kv.safetensors"),
+        (["codec", "measure", "--model", "/nowhere/model"], "cannot load a model and its tokenizer from /nowhere/model"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_code_1(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("lmcachectl: ")
+    assert told in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    """It is what people wait for first."""
+    program = (
+        "import sys\nfrom lmcache_ctl.cli import main\ntry:\n    main(['codec', 'measure', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', sorted({'numpy', 'numba', 'torch', 'transformers', 'httpx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_the_command_is_installed() -> None:
+    done = subprocess.run([Path(sys.executable).with_name("lmcachectl"), "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("lmcachectl 0.")
