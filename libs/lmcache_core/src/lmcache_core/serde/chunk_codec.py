@@ -20,7 +20,7 @@ from lmcache_core.serde.loops import Loops, load_loops
 from lmcache_core.serde.lossless.coder import LosslessCoder
 from lmcache_core.serde.profiles import Profile, error_groups, quantiser_of
 from lmcache_core.serde.quantised.coder import NotQuantisableError, QuantisedCoder, group_errors
-from lmcache_core.serde.quantised.layout import PlaneLayout, can_be_quantised
+from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout, can_be_quantised
 
 CACHEGEN_SERDE = "cachegen"
 LOSSLESS_SERDE = "lossless"
@@ -149,8 +149,8 @@ class CacheGenCodec:
             reader.finish()
         elif head.mode is Mode.LOSSLESS:
             tools.lossless.decode(reader, head, out)
-        elif can_be_quantised(spec.dtype, spec.shape):
+        elif can_be_quantised(spec.dtype, spec.shape) and head.dtype == KINDS[spec.dtype]:
             layout = PlaneLayout(spec.shape[0] * spec.shape[1], spec.shape[2], spec.shape[3])
             tools.quantised.decode(reader, head, layout, out)
         else:
-            raise SerdeError(f"a quantised tensor where {spec.dtype} {list(spec.shape)} cannot be")
+            raise SerdeError(f"a tensor quantised as dtype {head.dtype}, which {spec.dtype} {list(spec.shape)} is not")

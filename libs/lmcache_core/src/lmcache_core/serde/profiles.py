@@ -43,7 +43,7 @@ def error_groups(profile: Profile, shape: Sequence[int]) -> list[tuple[str, slic
     """Groups of planes whose errors are told together: layers of keys, and of values, that are quantised alike."""
     sides, layers, _, _ = shape
     levels = quantiser_of(profile, shape).levels
-    names = ("keys", "values") if sides == 2 else ("kv",) * sides
+    names = ("keys", "values") if sides == 2 else ("kv", *(f"kv{side}" for side in range(1, sides)))
     groups = []
     for side in range(sides):
         start = 0
