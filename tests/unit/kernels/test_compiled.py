@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,4 +35,12 @@ for kernel in (paged_gather_kernel, paged_scatter_kernel):
 def test_kernels_compile(capability, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(capability)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_codec_kernels_compile(capability, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    program = Path(__file__).with_name("compiled_codec.py")
+    done = subprocess.run([sys.executable, str(program), str(capability)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
