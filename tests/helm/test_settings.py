@@ -114,6 +114,14 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
     assert (sidecar.eviction_policy, sidecar.memory_limits) == ("lru", TierLimits(60))
 
 
+def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(chart: Chart, tmp_path: Path) -> None:
+    model = {"name": "tiny", "model": "example/tiny-llama"}
+    encoded = {"disk_gb": 1, "disk_serde": "lossless", "remote_serde": "cachegen", "peer_serde": "cachegen:high"}
+    sidecar, _ = settings_of(chart.render({"models": [{**model, "sidecar": {"config": encoded}}]}), "sidecar", tmp_path)
+    assert (sidecar.disk_serde, sidecar.remote_serde, sidecar.peer_serde) == ("lossless", "cachegen", "cachegen:high")
+    assert "remote_serde" in chart.refuse({"models": [model], "sidecar.config.remote_serde": "gzip"})
+
+
 def test_every_option_in_values_is_one(chart: Chart) -> None:
     values = yaml.safe_load((chart.path / "values.yaml").read_text(encoding="utf-8"))
     for service, (module, name) in MODELS.items():
