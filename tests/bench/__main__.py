@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tests.bench import allocation, codec_part, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
+from tests.bench import allocation, codec_device, codec_part, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
 from tests.bench.measure import ROUNDS, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
@@ -75,7 +75,7 @@ def sections(bench: Bench) -> Sequence[report.Section]:
         report.naming(bench.run("hashes, keys, lookups", identity.identity_rows)),
         report.allocations(bench.run("allocations", allocation.allocation_rows)),
     ]
-    gpu = bench.run("GPU", paged.gpu_figures)
+    gpu = [*bench.run("GPU", paged.gpu_figures), *bench.run("GPU, codec", codec_device.gpu_figures)]
     return [*found, report.rates("GPU", gpu)] if gpu else found
 
 
