@@ -15,6 +15,7 @@ from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.entropy.rans import LANES, STATE_WORDS, max_words
 from lmcache_core.serde.entropy.tables import PRECISION_BITS, TOTAL, reciprocals
 from lmcache_core.serde.loops import Loops
+from lmcache_core.serde.side_by_side import side_by_side
 
 Array = npt.NDArray[Any]
 
@@ -61,7 +62,7 @@ class LosslessCoder:
         def encode_block(start: int) -> tuple[bytes, Array, Array, Array]:
             return self._encode_block(values[start * itemsize : (start + block) * itemsize], itemsize, rotated)
 
-        blocks = list(self._pool.map(encode_block, range(0, elements, block)))
+        blocks = side_by_side(self._pool, encode_block, range(0, elements, block))
         head = Head(Mode.LOSSLESS, rotated, itemsize, (elements & 0xFFFFFFFF, elements >> 32, block, 0))
         tables, lengths, words, rest = zip(*blocks, strict=True) if blocks else ((), (), (), ())
         return [head.pack(), *tables, *lengths, *words, *rest]
@@ -102,7 +103,7 @@ class LosslessCoder:
             raw = values[start * itemsize : (start + size) * itemsize]
             return self._decode_block(words[int(starts[index]) :], lengths_of[index], tables[index], low, raw, head)
 
-        if not all(self._pool.map(decode_block, range(len(sizes)))):
+        if not all(side_by_side(self._pool, decode_block, range(len(sizes)))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
 
     def _encode_block(self, raw: Array, itemsize: int, rotated: int) -> tuple[bytes, Array, Array, Array]:

@@ -19,6 +19,7 @@ from lmcache_core.serde.loops import Loops
 from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout
 from lmcache_core.serde.quantised.symbols import DELTA_FLAG, NUM_SUMS
 from lmcache_core.serde.quantised.values import FLOAT32, UNIT
+from lmcache_core.serde.side_by_side import side_by_side
 
 Array = npt.NDArray[Any]
 
@@ -100,7 +101,7 @@ class QuantisedCoder:
             outputs = scales[plane], shifts[plane], shapes[plane], errors[plane], lengths[plane]
             return self._encode_plane(values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs)
 
-        streams = list(self._pool.map(encode_plane, range(layout.planes)))
+        streams = side_by_side(self._pool, encode_plane, range(layout.planes))
         head = Head(quantiser.mode, kind, values.itemsize, (layout.planes, layout.tokens, layout.channels, 0))
         levels = np.array(quantiser.levels, np.uint8)
         return [head.pack(), levels, _packed_scales(scales, kind, by_token), shifts, shapes, lengths.astype("<u4"), *streams], errors
@@ -140,7 +141,7 @@ class QuantisedCoder:
             place = int(starts[plane]), kind, int(levels[plane]), int(by_token)
             return self._decode_plane(words, place, inputs, layout, values[plane])
 
-        if not all(self._pool.map(decode_plane, range(layout.planes))):
+        if not all(side_by_side(self._pool, decode_plane, range(layout.planes))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
 
     def _check(self, levels: Array, shapes: Array, lengths: Array, layout: PlaneLayout) -> None:
