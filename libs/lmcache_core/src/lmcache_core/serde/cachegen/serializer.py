@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +12,11 @@ from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under
 from lmcache_core.record import RAW_SERDE, RecordHeader, TensorSpec
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, LOSSLESS_SERDE, CacheGenCodec
-from lmcache_core.serde.profiles import Profile
+from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, LOSSLESS_SERDE, TABLES_MARK, CacheGenCodec
+from lmcache_core.serde.entropy.tables import bell_curves
+from lmcache_core.serde.profiles import Profile, quantiser_of
+from lmcache_core.serde.quantised.coder import NotQuantisableError
+from lmcache_core.serde.quantised.layout import can_be_quantised
 from lmcache_core.serde.tensor_bytes import SerdeId, TensorHead, check_elements, dense, seal, unseal
 
 if TYPE_CHECKING:
@@ -38,23 +41,54 @@ class CacheGenSerializer(Serializer):
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata) -> None:
         _, _, level = (config.remote_serde or "").partition(f"{CACHEGEN_SERDE}:")
-        self._codec = CacheGenCodec(Profile(level) if level else Profile.STANDARD)
+        self._profile = Profile(level) if level else Profile.STANDARD
+        self._codec = CacheGenCodec(self._profile)
         self._codec.open()
+        self._device_tables: dict[torch.device, Any] = {}
         self._axes = _TOKENS_FOURTH if metadata.fmt == HUGGINGFACE else _TOKENS_THIRD
 
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
         """See `Serializer.to_bytes`. KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads, tokens, size]`) or
-        `[2, layers, tokens, channels]`, of float32, float16 or bfloat16."""
+        `[2, layers, tokens, channels]`, of float32, float16 or bfloat16. On a CUDA device it is encoded there; the bytes are the same."""
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            encoded = self.encode_where_it_lies(tensor)
+            if encoded is not None:
+                return encoded
         given = dense(tensor)
-        axes = self._axes if given.dim() == 5 and given.shape[1] == 2 else _AS_IT_IS
+        axes = self._axes_of(given)
         kv = dense(_to_planes(given, axes))
         raw = bytes_under(kv)
         spec = TensorSpec("", dtype_name(kv.dtype), tuple(kv.shape), 0, kv.nbytes)
-        encoded = self._codec.encode((spec,), raw) if kv.nbytes else None
-        serde, profile, payload = (RAW_SERDE, "", raw) if encoded is None else (encoded.serde, encoded.profile, encoded.payload)
-        named = profile.encode()
-        body = b"".join((bytes([axes, _ENCODINGS.index(serde), len(named)]), named, payload))
-        return seal(TensorHead(SerdeId.CACHEGEN, dtype_name(given.dtype), tuple(given.shape), len(body)), body)
+        smaller = self._codec.encode((spec,), raw) if kv.nbytes else None
+        serde, profile, payload = (RAW_SERDE, "", raw) if smaller is None else (smaller.serde, smaller.profile, smaller.payload)
+        return _sealed(given, axes, (serde, profile), payload)
+
+    def encode_where_it_lies(self, tensor: torch.Tensor) -> bytes | None:
+        """`to_bytes` by kernels, on the tensor's device; None where the tensor is not to be quantised, or would not get smaller.
+
+        Raises:
+            KernelInputError: There is no kernel for its device.
+        """
+        from lmcache_core.serde.device import device_tables, encode_on_device
+
+        axes = self._axes_of(tensor)
+        kv = _to_planes(tensor.detach(), axes)
+        if not can_be_quantised(str(kv.dtype).removeprefix("torch."), tuple(kv.shape)):
+            return None
+        tables = bell_curves()
+        if tensor.device not in self._device_tables:
+            self._device_tables[tensor.device] = device_tables(tables, tensor.device)
+        try:
+            pieces, _ = encode_on_device(kv, quantiser_of(self._profile, kv.shape), self._device_tables[tensor.device])
+        except NotQuantisableError:
+            return None
+        payload = b"".join(pieces)
+        if len(payload) >= tensor.nbytes:
+            return None
+        return _sealed(tensor, axes, (CACHEGEN_SERDE, f"{self._profile}{TABLES_MARK}{tables.id}"), payload)
+
+    def _axes_of(self, given: torch.Tensor) -> int:
+        return self._axes if given.dim() == 5 and given.shape[1] == 2 else _AS_IT_IS
 
     def make_key_bins(self, config: CacheGenConfig) -> torch.Tensor:
         """Bins of the keys of each layer, int64 `[nlayers]`."""
@@ -124,6 +158,13 @@ class CacheGenDeserializer(Deserializer):
     def make_value_bins(self, config: CacheGenConfig) -> torch.Tensor:
         """Bins of the values of each layer, int64 `[nlayers]`."""
         return torch.tensor(config.bins_of_values())
+
+
+def _sealed(given: torch.Tensor, axes: int, encoding: tuple[str, str], payload: BytesLike) -> bytes:
+    """A payload, by serde and profile, in the container."""
+    serde, profile = encoding[0], encoding[1].encode()
+    body = b"".join((bytes([axes, _ENCODINGS.index(serde), len(profile)]), profile, payload))
+    return seal(TensorHead(SerdeId.CACHEGEN, dtype_name(given.dtype), tuple(given.shape), len(body)), body)
 
 
 def _to_planes(given: torch.Tensor, axes: int) -> torch.Tensor:
