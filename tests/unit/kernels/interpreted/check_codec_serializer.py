@@ -14,8 +14,10 @@ def metadata(fmt: str) -> LMCacheEngineMetadata:
     return LMCacheEngineMetadata("test_model", 1, 0, fmt, "bfloat16", (2, 2, 256, 2, 24))
 
 
-@pytest.mark.parametrize("name", ["naive", "cachegen:high"])
-@pytest.mark.parametrize(("fmt", "shape"), [("vllm", (2, 2, 70, 2, 24)), ("huggingface", (1, 2, 2, 20, 24)), ("vllm", (2, 2, 65, 40))])
+@pytest.mark.parametrize(
+    ("name", "fmt", "shape"),
+    [("naive", "vllm", (1, 2, 20, 2, 24)), ("cachegen:high", "vllm", (1, 2, 64, 1, 16)), ("naive", "huggingface", (1, 2, 2, 20, 24))],
+)
 def test_bytes_do_not_depend_on_where_the_tensor_lies(name: str, fmt: str, shape: tuple[int, ...]) -> None:
     config = LMCacheEngineConfig.from_defaults(remote_serde=name)
     writer = CacheGenSerializer(config, metadata(fmt))
@@ -27,7 +29,7 @@ def test_bytes_do_not_depend_on_where_the_tensor_lies(name: str, fmt: str, shape
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
 def test_what_cannot_be_quantised_is_left_to_the_host(value: float) -> None:
-    given = torch.randn(2, 2, 20, 2, 24).to(torch.bfloat16)
+    given = torch.randn(2, 2, 4, 2, 24).to(torch.bfloat16)
     given[1, 0, 3, 1, 2] = value
     writer = CacheGenSerializer(LMCacheEngineConfig.from_defaults(), metadata("vllm"))
     assert writer.encode_where_it_lies(given.to(DEVICE)) is None
