@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lmcache_core.errors import ConfigError
@@ -19,7 +19,7 @@ from lmcache_core.telemetry import CodecFigures, Counters
 logger = logging.getLogger(__name__)
 
 MAX_CODEC_THREADS = 4
-"""Chunks encoded and decoded at once; a codec may use threads of its own for each."""
+"""Chunks decoded at once, and, in other threads, twice as many as are encoded; a codec may use threads of its own for each."""
 CLOSE_WAIT_S = 10.0
 ALSO_DECODED = MappingProxyType({"cachegen": ("lossless",)})
 """What a codec decodes besides what it is called: CacheGen keeps losslessly what it cannot quantise."""
@@ -50,6 +50,11 @@ class Codecs:
         named: Those that options name, by that name. All of them can be opened, or none is.
         further: Others that decode; left out where they cannot be opened.
         counters: Where their work is counted.
+
+    Attributes:
+        decoding: Threads to decode in: reads do not wait in one line with writes, which have more time.
+        encoding: Threads to encode in.
+        figures: What was encoded and decoded.
     """
 
     def __init__(self, named: dict[str, ChunkCodec], further: Sequence[ChunkCodec] = (), counters: Counters | None = None) -> None:
@@ -58,7 +63,9 @@ class Codecs:
         self._open: tuple[ChunkCodec, ...] = ()
         self._num_users = 0
         self._lock = asyncio.Lock()
-        self.threads = FilePool("lmcache-transcoding", min(MAX_CODEC_THREADS, len(os.sched_getaffinity(0))))
+        num_threads = min(MAX_CODEC_THREADS, len(os.sched_getaffinity(0)))
+        self.decoding = FilePool("lmcache-decoding", num_threads)
+        self.encoding = FilePool("lmcache-encoding", -(-num_threads // 2))
         self.figures = CodecFigures(counters)
 
     @property
@@ -88,9 +95,10 @@ class Codecs:
         """
         async with self._lock:
             if self._num_users == 0:
-                self.threads.open()
+                self.decoding.open()
+                self.encoding.open()
                 try:
-                    await asyncio.to_thread(self._open_all)
+                    self._open = await self.decoding.run(_open_all, self._named, self._further, discard=_close_all)
                 except BaseException:
                     await self._close_all()
                     raise
@@ -111,27 +119,46 @@ class Codecs:
         families = {_family(codec.serde) for codec in self._open}
         return MissReason.PROFILE if _family(header.serde) in families else MissReason.ENCODING
 
-    def _open_all(self) -> None:
-        for serde, codec in self._named.items():
+    async def _close_all(self) -> None:
+        opened, self._open = self._open, ()
+        try:
+            have_ended = await asyncio.gather(self.decoding.close(CLOSE_WAIT_S), self.encoding.close(CLOSE_WAIT_S))
+            if not all(have_ended):
+                logger.warning("codecs do not come to an end; their threads go on")
+        finally:
+            await asyncio.to_thread(_close_all, opened)  # goes on in its thread when nobody waits for it any more
+
+
+def _open_all(named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec]) -> tuple[ChunkCodec, ...]:
+    """Open all, or none. Blocking.
+
+    Raises:
+        ConfigError: One that an option names cannot be had.
+    """
+    opened: list[ChunkCodec] = []
+    try:
+        for serde, codec in named.items():
             try:
                 codec.open()
             except ConfigError as exc:
                 raise ConfigError(f"serde {serde!r}: {exc}") from exc
-            self._open = (*self._open, codec)
-        for codec in self._further:
+            opened.append(codec)
+        for codec in further:
             try:
                 codec.open()
             except ConfigError as exc:
                 logger.info("records of the serde %s are not decoded here: %s", codec.serde, exc)
             else:
-                self._open = (*self._open, codec)
+                opened.append(codec)
+    except BaseException:
+        _close_all(opened)
+        raise
+    return tuple(opened)
 
-    async def _close_all(self) -> None:
-        opened, self._open = self._open, ()
-        if not await self.threads.close(CLOSE_WAIT_S):
-            logger.warning("codecs do not come to an end; their threads go on")
-        for codec in opened:
-            await asyncio.to_thread(codec.close)
+
+def _close_all(opened: Sequence[ChunkCodec]) -> None:
+    for codec in opened:
+        codec.close()
 
 
 def _family(serde: str) -> str:

@@ -61,7 +61,7 @@ class _Work:
     """What all views of a store share: threads, bounds, figures."""
 
     def __init__(self, codecs: Codecs) -> None:
-        self.threads = codecs.threads
+        self.threads = codecs.encoding
         self.figures = CodecFigures(whole=codecs.figures)
         self.memory = BufferAllocator(capacity_bytes=MAX_SENDING_BYTES)
         self.encoding_bytes = 0

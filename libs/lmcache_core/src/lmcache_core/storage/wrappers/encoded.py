@@ -36,8 +36,9 @@ class EncodedBackend(WrapperBackend):
     """Encodes what is put, decodes what is got, and lets in only what its user accepts.
 
     Raw records pass as they are. With a lossy serde everything that can be decoded here is accepted; otherwise a lossy record is a miss
-    (`encoding`), its key is said not to be there, and a lossless chunk of that key takes its place. Work on bytes is done in
-    the threads of `codecs`, the event loop does none of it.
+    (`encoding`), its key is said not to be there, and a lossless chunk of that key takes its place; the same of one that does not decode
+    (`corrupt`). What cannot be decoded here alone (`encoding`, `profile`) is said not to be there either, and stays, since others may read
+    it. Work on bytes is done in the threads of `codecs`, the event loop does none of it.
 
     Args:
         backend: What is wrapped.
@@ -58,6 +59,7 @@ class EncodedBackend(WrapperBackend):
         self._figures = CodecFigures(whole=codecs.figures)
         self._gate = ByteGate(MAX_ENCODING_BYTES)
         self._in_the_way = InTheWay()
+        self._left_alone = InTheWay()
         self._decode_s = 0.0
         self._num_refused = 0
         self._named_serdes: set[tuple[str, str]] = set()
@@ -88,9 +90,10 @@ class EncodedBackend(WrapperBackend):
                 await self._codecs.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `StorageBackend.batched_contains`; what is known to be there in an encoding that is not accepted is not there."""
+        """See `StorageBackend.batched_contains`; what is known to be there and not to be served is not there."""
         found = await self._backend.batched_contains(keys)
-        return [is_there and key not in self._in_the_way for key, is_there in zip(keys, found, strict=True)]
+        ways = self._in_the_way, self._left_alone
+        return [is_there and not any(key in way for way in ways) for key, is_there in zip(keys, found, strict=True)]
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`. Encoded payloads lie in memory from `allocate` too, until they are decoded."""
@@ -108,8 +111,9 @@ class EncodedBackend(WrapperBackend):
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
                     self._in_the_way.note(key)  # its server has filtered what would be refused here
             await wait_all([future for _, _, future in jobs], None if deadline is None else max(0.0, deadline - began))
-            for _, _, future in jobs:
-                if future.done() and not future.cancelled() and (bug := future.exception()) is not None:
+            ended = [future.done() for _, _, future in jobs]
+            for (_, _, future), has_ended in zip(jobs, ended, strict=True):
+                if has_ended and not future.cancelled() and (bug := future.exception()) is not None:
                     raise bug
         except BaseException:
             for _, decoding, future in jobs:
@@ -118,8 +122,10 @@ class EncodedBackend(WrapperBackend):
                 if isinstance(result, Chunk):
                     result.release()
             raise
-        for i, decoding, future in jobs:
-            results[i] = _taken(decoding, future)
+        for (i, decoding, future), has_ended in zip(jobs, ended, strict=True):
+            results[i] = result = _taken(decoding, future, has_ended)
+            if isinstance(result, Miss) and result.reason is MissReason.CORRUPT:
+                self._in_the_way.note(keys[i])
         if jobs:
             self._decode_s += NEWEST_WEIGHT * ((now() - began) / len(jobs) - self._decode_s)
         return results
@@ -135,13 +141,14 @@ class EncodedBackend(WrapperBackend):
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `StorageBackend.batched_remove`."""
         num_removed = await self._backend.batched_remove(keys)
-        self._in_the_way.forget(keys)
+        self._forget(keys)
         return num_removed
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`."""
         num_removed = await self._backend.clear(tenant)
         self._in_the_way.clear()
+        self._left_alone.clear()
         return num_removed
 
     def stats(self) -> dict[str, int]:
@@ -158,18 +165,20 @@ class EncodedBackend(WrapperBackend):
         Takes over the chunk's reference. Without `allocate` it is too late to decode anything.
         """
         header = chunk.described
+        self._forget([chunk.key])
         if header.lossy and not self._accepts_lossy:
             self._in_the_way.note(chunk.key)
             return self._refused(chunk, MissReason.ENCODING)
-        self._in_the_way.forget([chunk.key])
         if header.serde == RAW_SERDE:
             return chunk
         codec = self._codecs.decoder_of(header)
         if isinstance(codec, MissReason):
+            self._left_alone.note(chunk.key)
             return self._refused(chunk, codec)
         try:
             num_bytes = decoded_bytes(header)
         except RecordError:
+            self._in_the_way.note(chunk.key)
             return self._refused(chunk, MissReason.CORRUPT)
         memory = None if allocate is None else allocate(num_bytes)
         if memory is None:
@@ -177,11 +186,15 @@ class EncodedBackend(WrapperBackend):
             return Miss(MissReason.DEADLINE if allocate is None else MissReason.NO_MEMORY)
         decoding = Decoding(codec, chunk, memory, self._figures, self._seals)
         try:
-            jobs.append((i, decoding, self._codecs.threads.submit(decoding.run)))
+            jobs.append((i, decoding, self._codecs.decoding.submit(decoding.run)))
         except BaseException:
             decoding.release()
             raise
         return Miss(MissReason.DEADLINE)
+
+    def _forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._in_the_way.forget(keys)
+        self._left_alone.forget(keys)
 
     def _refused(self, chunk: Chunk, reason: MissReason) -> Miss:
         header = chunk.described
@@ -196,7 +209,7 @@ class EncodedBackend(WrapperBackend):
 
     async def _put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Encode and write chunks that are few enough to be held twice."""
-        accepted = [i for i, chunk in enumerate(chunks) if self._accepts_lossy or not chunk.lossy]
+        accepted = [i for i, c in enumerate(chunks) if (self._accepts_lossy or not c.lossy) and c.key not in self._left_alone]
         records = await self._encoded([chunks[i] for i in accepted])
         replaced = [record.key for record in records if record.key in self._in_the_way]
         if replaced:
@@ -218,7 +231,7 @@ class EncodedBackend(WrapperBackend):
             if chunk.described.serde == RAW_SERDE:
                 chunk.memory.ref_count_up()
                 try:
-                    futures[i] = self._codecs.threads.submit(encoded_chunk, encoder, chunk, self._figures)
+                    futures[i] = self._codecs.encoding.submit(encoded_chunk, encoder, chunk, self._figures)
                 except BaseException:
                     chunk.release()
                     raise
@@ -244,12 +257,12 @@ def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     yield chunks[begin:]
 
 
-def _taken(decoding: Decoding, future: Future[Result]) -> Result:
-    """What a decoding has come to by now."""
+def _taken(decoding: Decoding, future: Future[Result], has_ended: bool) -> Result:
+    """What a decoding has come to; nothing, if it had not ended when that was looked at."""
     if future.cancelled():
         decoding.release()
         return Miss(MissReason.UNAVAILABLE)
-    if not future.done():
+    if not has_ended:
         decoding.abandon(future)
         return Miss(MissReason.DEADLINE)
     return future.result()

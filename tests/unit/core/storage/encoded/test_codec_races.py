@@ -1,0 +1,127 @@
+"""Codecs that are opened, closed and used at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from lmcache_core.concurrency import LoopThread
+from lmcache_core.errors import UnavailableError
+from lmcache_core.record import Chunk
+from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage import codecs as codecs_module
+from lmcache_core.storage.codecs import MAX_CODEC_THREADS
+from lmcache_core.storage.wrappers import EncodedBackend, encoded
+from lmcache_core.testing.chunks import make_chunk, make_key
+
+from tests.fixtures.codecs import ZlibCodec, codecs_of
+from tests.fixtures.embedded import until
+from tests.fixtures.encoded_tier import DATA, got, opened
+from tests.fixtures.wire import Arena
+
+TIMEOUT_S = 10.0
+
+
+async def test_a_read_does_not_wait_for_what_is_being_written(hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena) -> None:
+    """Writes may wait; a read that is late is a miss."""
+    slow = ZlibCodec("slow")
+    codecs = codecs_of(lossless, slow)
+    writing, reading = EncodedBackend(hot, codecs, "slow"), EncodedBackend(hot, codecs, "flate")
+    async with opened(writing), opened(reading):
+        await reading.batched_put([make_chunk("a", payload=DATA)])
+        slow.gate.clear()
+        put = asyncio.ensure_future(writing.batched_put([make_chunk(i, payload=DATA) for i in range(2 * MAX_CODEC_THREADS)]))
+        while not slow.num_begun:
+            await asyncio.sleep(0.001)
+        assert await got(reading, arena, "a", timeout_s=TIMEOUT_S / 2) == [DATA]
+        slow.gate.set()
+        assert all(await put)
+
+
+def test_codecs_are_closed_when_their_closing_is_given_up(
+    hot: LocalCPUBackend, lossless: ZlibCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine waits for its tiers only so long, and then stops their loop: threads of a codec must not outlive it."""
+    loop = LoopThread("test")
+    loop.open()
+    tier = EncodedBackend(hot, codecs_of(lossless), "flate")
+    loop.run(tier.open(), TIMEOUT_S)
+    lossless.gate.clear()
+    put = loop.submit(tier.batched_put([make_chunk("a", payload=DATA)]))
+    until(lambda: lossless.num_begun > 0, "it never began")
+    with pytest.raises(UnavailableError):
+        loop.run(tier.close(), 0.05)
+    loop.close()
+    lossless.gate.set()
+    until(lambda: lossless.num_open == 0, "the codec was never closed")
+    assert put.cancelled()
+
+
+async def test_codecs_that_open_too_late_are_closed(hot: LocalCPUBackend, lossless: ZlibCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes longer than an engine waits for it."""
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(ZlibCodec):
+        def open(self) -> None:
+            begun.set()
+            assert may_go_on.wait(TIMEOUT_S)
+            super().open()
+
+    slow = Slow("slow")
+    monkeypatch.setattr(codecs_module, "CLOSE_WAIT_S", 0.05)
+    codecs = codecs_of(lossless, slow)
+    tier = EncodedBackend(hot, codecs, "slow")
+    opening = asyncio.ensure_future(tier.open())
+    await asyncio.to_thread(begun.wait, TIMEOUT_S)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    may_go_on.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        while lossless.num_open or slow.num_open:
+            await asyncio.sleep(0.001)
+    async with opened(tier):
+        assert (lossless.num_open, slow.num_open) == (1, 1)
+        assert len(codecs._open) == 2
+    assert slow.num_open == 0
+
+
+async def test_a_bug_that_shows_a_moment_too_late_leaks_nothing(
+    hot: LocalCPUBackend, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for bugs and the look for results another thread may end."""
+
+    class Buggy(ZlibCodec):
+        def decode(self, header: Any, payload: memoryview, out: memoryview) -> None:
+            super().decode(header, payload, out)
+            raise ArithmeticError("a bug")
+
+    codec = Buggy("flate")
+    taken: Callable[..., Any] = encoded._taken
+
+    def takes_its_time(decoding: Any, future: Future[Any], *more: Any) -> Any:
+        codec.gate.set()
+        asyncio.get_running_loop()  # still in the same step of it
+        for other in running:
+            other.exception(TIMEOUT_S)
+        return taken(decoding, future, *more)
+
+    running: list[Future[Any]] = []
+    monkeypatch.setattr(encoded, "_taken", takes_its_time)
+    async with opened(EncodedBackend(hot, codecs := codecs_of(codec), "flate")) as tier:
+        await tier.batched_put([make_chunk(0, payload=DATA), make_chunk(1, payload=DATA)])
+        submit = codecs.decoding.submit
+
+        def noted(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            running.append(submit(work, *arguments))
+            return running[-1]
+
+        monkeypatch.setattr(codecs.decoding, "submit", noted)
+        codec.gate.clear()
+        results = await tier.batched_get([make_key(0), make_key(1)], arena, 0.05)
+        assert not any(isinstance(result, Chunk) for result in results)
+        await arena.until_empty()
