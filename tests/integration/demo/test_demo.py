@@ -42,12 +42,20 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "index in: Redis" in done.stdout
-    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if re.match(r" [A-D], ", line)]
-    assert [row[0][0] for row in rows] == ["A", "A", "B", "C", "D"], done.stdout
-    assert [row[3] for row in rows] == ["computed", "own sidecar", "sidecar A", "cache_storage", "computed"]
-    assert all(int(row[1]) >= 2000 for row in rows)
-    assert [int(row[2]) > 0 for row in rows] == [False, True, True, True, False]
-    assert all(row[-1] == "yes" for row in rows)
+    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if re.match(r" [A-F], ", line)]
+    steps, compressed = rows[:8], rows[8:]
+    assert [row[0][0] for row in steps] == ["A", "A", "B", "C", "D", "E", "F", "F"], done.stdout
+    places = ["computed", "own sidecar", "sidecar A", "cache_storage", "computed", "cache_storage", "D's disk", "computed"]
+    assert [row[3] for row in steps] == places
+    assert all(int(row[1]) >= 2000 for row in steps)
+    assert [int(row[2]) > 0 for row in steps] == [place != "computed" for place in places]
+    assert [row[-1] for row in steps if row[0] != "E, cachegen"] == ["yes"] * 7
+    assert [row[0] for row in compressed] == ["E, cachegen", "F, lossless"]
+    assert [float(row[3].removesuffix("x")) > least for row, least in zip(compressed, (4, 1), strict=True)] == [True, True]
+    assert compressed[1][5:] == ["0", "0", "all equal"]
+    assert steps[5][-1] == ("yes" if compressed[0][-1] == "all equal" else "no")
+    assert re.fullmatch(r"all equal|differ at token \d+", compressed[0][-1])
+    assert ("that of E, cachegen" in " ".join(done.stdout.split())) == (steps[5][-1] == "no")
     assert not descendants_of(str(tmp_path))
 
 

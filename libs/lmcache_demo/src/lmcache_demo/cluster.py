@@ -18,6 +18,8 @@ from lmcache_demo.settings import find_redis_server
 SETTLE_TIMEOUT_S = 30.0
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
+DISK_TIER, REMOTE_TIER = "LocalDiskBackend", "RemoteBackend"
+PARTS_PER_MILLION = 1e6
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,25 @@ class Sidecar:
     process: Process
     socket: Path
     port: int
+
+
+@dataclass(frozen=True)
+class CodecFigures:
+    """What the codec of one tier of a sidecar did.
+
+    Attributes:
+        raw_bytes: Of the chunks that it encoded, before.
+        encoded_bytes: The same after.
+        num_decoded_chunks: Chunks that it decoded.
+        max_error: Largest error that its encoder measured, relative to the largest value of a token or channel; 0 for none.
+        rms_error: Largest root mean square error of a group of layers, relative; 0 for none.
+    """
+
+    raw_bytes: int
+    encoded_bytes: int
+    num_decoded_chunks: int
+    max_error: float
+    rms_error: float
 
 
 class Cluster:
@@ -74,8 +95,13 @@ class Cluster:
         }
         self._storage = self._service("cache_storage", "lmcache_storage", storage)
 
-    def start_sidecar(self, name: str) -> Sidecar:
-        """Start a sidecar with an arena and a socket of its own."""
+    def start_sidecar(self, name: str, **options: object) -> Sidecar:
+        """Start a sidecar with an arena and a socket of its own.
+
+        Args:
+            name: Its id.
+            **options: Further settings.
+        """
         path = self._directory / f"{name}.sock"
         settings = {
             "port": 0,
@@ -89,7 +115,7 @@ class Cluster:
             "broker_url": self._broker_url,
             "ticket_keys_file": self._ticket_keys,
         }
-        process, ports = self._processes.start_service(name, "lmcache_sidecar", settings)
+        process, ports = self._processes.start_service(name, "lmcache_sidecar", settings | options)
         sidecar = Sidecar(name, process, path, ports["port"])
         self._wait(f"{name} to be registered", lambda: bool(_get(sidecar.port, "/v1/status")["registered"]))
         return sidecar
@@ -97,6 +123,21 @@ class Cluster:
     def wait_until_settled(self, sidecar: Sidecar) -> None:
         """Wait until what was stored has reached cache_storage and lookup."""
         self._wait(f"{sidecar.name} to settle", lambda: bool(_get(sidecar.port, "/v1/status")["settled"]))
+
+    def wait_until_loaded(self, sidecar: Sidecar) -> None:
+        """Wait until a sidecar knows what lies on its disk."""
+        self._wait(f"{sidecar.name} to read its disk", lambda: _get(sidecar.port, "/v1/tiers")["tiers"][DISK_TIER]["is_loading"] == 0)
+
+    def codec_figures(self, sidecar: Sidecar, tier: str) -> CodecFigures:
+        """What the codec of a tier did since the sidecar started."""
+        figures: dict[str, int] = _get(sidecar.port, "/v1/tiers")["tiers"][tier]
+        return CodecFigures(
+            figures.get("encoded_raw_bytes", 0),
+            figures.get("encoded_bytes", 0),
+            figures.get("decoded_chunks", 0),
+            figures.get("worst_max_error_ppm", 0) / PARTS_PER_MILLION,
+            figures.get("worst_rms_error_ppm", 0) / PARTS_PER_MILLION,
+        )
 
     def kill_services(self) -> None:
         """SIGKILL every service."""

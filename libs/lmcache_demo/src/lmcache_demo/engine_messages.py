@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
+class Attach(msgspec.Struct):
+    """The first that an engine process is told.
+
+    Attributes:
+        socket: The sidecar's socket; None for no cache.
+    """
+
+    socket: str | None
+
+
 class Prompt(msgspec.Struct):
     """What to generate from."""
 
@@ -25,6 +35,7 @@ class Answer(msgspec.Struct):
         stored_bytes: KV that was stored.
         stored_chunks: The same in chunks.
         time_to_first_token_s: Seconds.
+        kv_bits: Of each element of the KV.
     """
 
     tokens: list[int]
@@ -36,3 +47,4 @@ class Answer(msgspec.Struct):
     stored_bytes: int
     stored_chunks: int
     time_to_first_token_s: float
+    kv_bits: int

@@ -1,9 +1,4 @@
-"""One engine of the demo, in a process of its own: reads prompts as JSON lines, answers as JSON lines.
-
-    python -m lmcache_demo.engine_worker [SOCKET]
-
-Without a socket it runs with no cache at all.
-"""
+"""One engine of the demo, in a process of its own: is told its sidecar, then reads prompts and answers, all as JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from lmcache_core.telemetry import (
     STORED_CHUNKS_TOTAL,
 )
 
-from lmcache_demo.engine_messages import Answer, Prompt
+from lmcache_demo.engine_messages import Answer, Attach, Prompt
 from lmcache_demo.model import load_model
 
 INSTANCE = "demo"
@@ -29,20 +24,20 @@ MODEL_NAME = "lmcache-demo-llama"
 
 
 class Worker:
-    """The model behind a cache engine, or behind none.
+    """The model, behind no cache engine until `attach`."""
 
-    Args:
-        socket: The sidecar's socket; None for no cache.
-    """
-
-    def __init__(self, socket: str | None) -> None:
-        model, self._tokenizer = load_model()
+    def __init__(self) -> None:
+        self._model, self._tokenizer = load_model()
         self._engine: LMCacheEngine | None = None
-        if socket is not None:
-            config = LMCacheEngineConfig.from_defaults(remote_url=None, sidecar_socket=socket, tier_timeout_s=5.0)
-            self._engine = LMCacheEngineBuilder.get_or_create(INSTANCE, config, metadata_of(model, MODEL_NAME, config), connector_of(model))
+        self._cached = CachedCausalLM(self._model, None)
+        self._cached.generate(torch.arange(1, 65), 2)  # the first forward pass of a process is slow
+
+    def attach(self, socket: str) -> None:
+        """Put the model behind a cache engine at that sidecar."""
+        model = self._model
+        config = LMCacheEngineConfig.from_defaults(remote_url=None, sidecar_socket=socket, tier_timeout_s=5.0)
+        self._engine = LMCacheEngineBuilder.get_or_create(INSTANCE, config, metadata_of(model, MODEL_NAME, config), connector_of(model))
         self._cached = CachedCausalLM(model, self._engine)
-        CachedCausalLM(model, None).generate(torch.arange(1, 65), 2)  # the first forward pass of a process is slow
 
     def answer(self, prompt: Prompt) -> Answer:
         """Generate greedily."""
@@ -61,6 +56,7 @@ class Worker:
             _total(moved, STORED_BYTES_TOTAL),
             _total(moved, STORED_CHUNKS_TOTAL),
             generation.time_to_first_token_s,
+            8 * self._model.dtype.itemsize,
         )
 
     def _counters(self) -> dict[tuple[str, str], int]:
@@ -73,7 +69,10 @@ def _total(moved: dict[tuple[str, str], int], counter: str) -> int:
 
 def main() -> None:
     """Serve prompts until standard input ends."""
-    worker = Worker(sys.argv[1] if len(sys.argv) > 1 else None)
+    worker = Worker()
+    socket = msgspec.json.decode(sys.stdin.buffer.readline(), type=Attach).socket
+    if socket is not None:
+        worker.attach(socket)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin.buffer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lmcache_demo.engine_messages import Answer, Prompt
+from lmcache_demo.engine_messages import Answer, Attach, Prompt
 from lmcache_demo.processes import DemoError, Process, Processes
 
 READY_TIMEOUT_S = 120.0
@@ -16,19 +16,26 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Engine:
-    """An engine in a process of its own.
+    """An engine in a process of its own, which begins to load its model at once; `attach` comes first.
 
     Args:
         processes: Owner of the process.
         name: For messages and the log.
-        socket: The sidecar's socket; None for no cache.
     """
 
-    def __init__(self, processes: Processes, name: str, socket: Path | None) -> None:
-        arguments = [] if socket is None else [str(socket)]
-        self._process: Process = processes.start(
-            name, "lmcache_demo.engine_worker", arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, processes: Processes, name: str) -> None:
+        self._process: Process = processes.start(name, "lmcache_demo.engine_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def attach(self, socket: Path | None) -> None:
+        """Tell it its sidecar, and wait until it is ready.
+
+        Args:
+            socket: The sidecar's; None for no cache.
+
+        Raises:
+            DemoError: It ended, or was not ready in time.
+        """
+        self._tell(Attach(None if socket is None else str(socket)))
         self._line(READY_TIMEOUT_S)
 
     def ask(self, prompt: Prompt) -> Answer:
@@ -37,18 +44,21 @@ class Engine:
         Raises:
             DemoError: It ended, or did not answer in time.
         """
-        stdin = self._process.process.stdin
-        assert stdin is not None
-        try:
-            stdin.write(msgspec.json.encode(prompt) + b"\n")
-            stdin.flush()
-        except BrokenPipeError as exc:
-            raise DemoError(f"{self._process.name} has ended:\n{self._process.tail()}") from exc
+        self._tell(prompt)
         return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=Answer)
 
     def end(self) -> None:
         """End the process."""
         self._process.end()
+
+    def _tell(self, message: Attach | Prompt) -> None:
+        stdin = self._process.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(msgspec.json.encode(message) + b"\n")
+            stdin.flush()
+        except BrokenPipeError as exc:
+            raise DemoError(f"{self._process.name} has ended:\n{self._process.tail()}") from exc
 
     def _line(self, timeout_s: float) -> bytes:
         stdout = self._process.process.stdout
