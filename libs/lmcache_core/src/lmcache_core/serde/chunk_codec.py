@@ -116,7 +116,7 @@ class CacheGenCodec:
             size = num_bytes(spec.shape, spec.dtype)
             if at + size > len(out):
                 raise SerdeError(f"a record of tensors of more than {len(out)} bytes")
-            self._decode_tensor(tools, spec, payload[spec.offset : spec.offset + spec.length], out[at : at + size])
+            self._decode_tensor(tools, spec, payload[spec.offset : spec.offset + spec.length], out[at : at + size], header.lossy)
             at += size
         if at != len(out):
             raise SerdeError(f"a record of tensors of {at} bytes, expected {len(out)}")
@@ -139,7 +139,7 @@ class CacheGenCodec:
             pieces = [_STORED_HEAD, raw]
         return pieces, None
 
-    def _decode_tensor(self, tools: _Tools, spec: TensorSpec, blob: memoryview, out: memoryview) -> None:
+    def _decode_tensor(self, tools: _Tools, spec: TensorSpec, blob: memoryview, out: memoryview, may_be_lossy: bool) -> None:
         reader = Reader(blob)
         head = reader.head()
         if head.mode is Mode.STORED:
@@ -149,6 +149,8 @@ class CacheGenCodec:
             reader.finish()
         elif head.mode is Mode.LOSSLESS:
             tools.lossless.decode(reader, head, out)
+        elif not may_be_lossy:
+            raise SerdeError("a quantised tensor in a record that claims to be without loss")
         elif can_be_quantised(spec.dtype, spec.shape) and head.dtype == KINDS[spec.dtype]:
             layout = PlaneLayout(spec.shape[0] * spec.shape[1], spec.shape[2], spec.shape[3])
             tools.quantised.decode(reader, head, layout, out)
