@@ -68,6 +68,8 @@ $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
 	@echo "[3/3] Installing the packages of this repository and what they need"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
+	@echo "[+] Compiling the codecs"
+	@$(BIN)/python -c "from lmcache_core.serde.loops import load_loops; load_loops()"
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.runtime

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+"""A sidecar compiles its codecs first, where the installation has not: half a minute of two busy processors."""
 END_TIMEOUT_S = 10.0
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
