@@ -20,14 +20,21 @@ _UNIT = tl.constexpr(32767)
 _MAX_SPREAD = tl.constexpr(252)
 _SMALLEST_BITS = tl.constexpr(27 << 23)
 _LARGEST_BITS = tl.constexpr(227 << 23)
+_LARGEST_HALF_BITS = tl.constexpr(142 << 23)
 _ONE_BITS = tl.constexpr(127 << 23)
 
 
-@triton.jit
-def usable_scale(bits):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by; and what to divide by: it, or else 1."""
-    is_usable = (bits >= _SMALLEST_BITS) & (bits <= _LARGEST_BITS)
+    is_usable = (bits >= _SMALLEST_BITS) & (bits <= LIMIT)
     return is_usable | (bits == 0), tl.where(is_usable, bits, _ONE_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def usable_plane(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `usable_scale`, by plane: what is restored may be half a step larger, and in float16 that is to be finite."""
+    return usable_scale(bits, _LARGEST_HALF_BITS if KIND == 1 else _LARGEST_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,7 +87,7 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
     start = row * channels
     bits = largest_of_row(raw_ptr + start, channels, KIND, BLOCK)
     tl.store(scales_ptr + row, bits)
-    is_usable, scale = usable_scale(bits)
+    is_usable, scale = usable_scale(bits, _LARGEST_BITS)
     tl.store(status_ptr + plane, 1, mask=is_usable == 0)
     levels = tl.load(levels_ptr + plane).to(tl.int32)
     steps = levels.to(tl.float32)
@@ -118,7 +125,7 @@ def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.conste
     tokens, channels = sizes
     plane = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)[None, :]
-    is_usable, scale = usable_scale(tl.load(largest_ptr + plane))
+    is_usable, scale = usable_plane(tl.load(largest_ptr + plane), KIND)
     unit = tl.div_rn(_UNIT * 1.0, scale)
     total = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int64)
     squares = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int64)
@@ -160,7 +167,7 @@ def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: t
     plane = row // tokens
     start = row * channels
     bits = tl.load(largest_ptr + plane)
-    is_usable, largest = usable_scale(bits)
+    is_usable, largest = usable_plane(bits, KIND)
     unit = tl.div_rn(_UNIT * 1.0, largest)
     square = (tl.load(spread_ptr + plane * 2) // channels) * fineness * fineness
     step_units = tl.maximum(whole_root(square) >> 8, 1)

@@ -32,7 +32,7 @@ def cachegen_quantize_by_plane_reference(x: torch.Tensor, fineness: int) -> Quan
     wide = x.float()
     tokens, channels = x.shape[1:]
     largest = wide.abs().amax((1, 2), keepdim=True)
-    is_usable = _is_usable(largest)
+    is_usable = _is_usable(largest) & ((x.dtype != torch.float16) | (largest <= 2.0**15))
     top = torch.where(is_usable & (largest > 0), largest, 1.0)
     wide = torch.where(is_usable, wide, 0.0)
     whole = torch.round(wide * (torch.tensor(float(UNIT), device=x.device) / top)).long()
