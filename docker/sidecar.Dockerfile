@@ -16,8 +16,10 @@ RUN python dependencies.py 'libs/lmcache_core[redis,codec]' 'services/servicekit
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit
 COPY services/sidecar services/sidecar
+# The machine code of the codecs is compiled here: the image's root file system cannot be written.
 RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
-    ./libs/lmcache_core ./services/servicekit ./services/sidecar
+    ./libs/lmcache_core ./services/servicekit ./services/sidecar \
+    && /opt/lmcache/bin/python -m lmcache_core.serde.warm_up
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="lmcache-sidecar" \

@@ -27,6 +27,8 @@ SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broke
 STEP_TIMEOUT_S = 300
 START_TIMEOUT_S = 60
 VENV = "/opt/lmcache"
+# Services that encode and decode: the machine code for it is compiled when their image is built.
+WITH_CODECS = {"sidecar"}
 # Settings with which a service starts in any folder, beside others.
 SMALL = {
     "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_PATH": "{folder}/disk", "DISK_GB": "0.0625"},
@@ -151,6 +153,7 @@ def test_the_image_installs_and_starts(service: str, tmp_path: Path) -> None:
     assert {"lmcache-core", "lmcache-servicekit", f"lmcache-{service}"} <= names
     assert not {"torch", "triton", "transformers", "pytest", "pip"} & names
     build.shell([sys.executable, "-m", "pip", "--python", str(binaries / "python"), "check"])
+    assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == (service in WITH_CODECS), "machine code of the codecs"
     serve(binaries / f"lmcache-{service}", service, tmp_path)
 
 

@@ -1,0 +1,141 @@
+"""Machine code: kept beside the source, read where nothing can be written, never old, never made for types that nobody named."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lmcache_core.serde.entropy import compiled as compiled_module
+from lmcache_core.serde.entropy.compiled import compiled
+from numba.core import caching
+
+SOURCE = "def add(numbers, amount):\n    for i in range(numbers.size):\n        numbers[i] += amount\n"
+SIGNATURE = "void(int64[::1], int64)"
+
+
+def load(path: Path) -> Callable[..., Any]:
+    """The function of a module in that file, compiled as another process would have it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return compiled(module.add, [SIGNATURE])
+
+
+def added(loop: Callable[..., Any], amount: int) -> list[int]:
+    numbers = np.arange(3)
+    loop(numbers, amount)
+    return numbers.tolist()
+
+
+def hits_and_misses(loop: Any) -> tuple[int, int]:
+    return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    source = tmp_path / "adding.py"
+    source.write_text(SOURCE)
+    return source
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes everything that numba writes with fail from now on."""
+
+    def become() -> None:
+        monkeypatch.setattr(caching.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(caching.os, "makedirs", refuse)
+        monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", refuse)
+
+    return become
+
+
+def test_it_is_compiled_once_and_read_from_then_on(path: Path) -> None:
+    first: Any = load(path)
+    assert hits_and_misses(first) == (0, 1)
+    assert first.is_kept
+    assert list((path.parent / "__pycache__").glob("*.nbi"))
+    second = load(path)
+    assert hits_and_misses(second) == (1, 0)
+    assert added(first, 5) == added(second, 5) == [5, 6, 7]
+
+
+def test_what_was_kept_is_read_where_nothing_can_be_written(path: Path, read_only: Callable[[], None]) -> None:
+    load(path)
+    read_only()
+    loop: Any = load(path)
+    assert hits_and_misses(loop) == (1, 0)
+    assert loop.is_kept
+    assert added(loop, 1) == [1, 2, 3]
+
+
+def test_it_is_compiled_where_nothing_was_kept_and_nothing_can_be_written(path: Path, read_only: Callable[[], None]) -> None:
+    read_only()
+    loop: Any = load(path)
+    assert hits_and_misses(loop) == (0, 1)
+    assert not loop.is_kept
+    assert not list(path.parent.rglob("*.nb*"))
+    assert added(loop, 1) == [1, 2, 3]
+
+
+def test_it_is_compiled_where_the_folder_cannot_be_one(path: Path) -> None:
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+    (path.parent / "__pycache__").write_text("a file")
+    loop: Any = load(path)
+    assert not loop.is_kept
+    assert added(loop, 1) == [1, 2, 3]
+
+
+def test_what_was_kept_goes_with_the_package_to_another_place(path: Path, tmp_path: Path) -> None:
+    """As from one stage of an image to the next: other folders, other times."""
+    load(path)
+    shutil.copytree(path.parent, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    assert hits_and_misses(load(tmp_path / "elsewhere" / path.name)) == (1, 0)
+
+
+def test_code_of_another_source_is_not_taken(path: Path) -> None:
+    load(path)
+    path.write_text(SOURCE.replace("+= amount", "-= amount"))
+    loop = load(path)
+    assert hits_and_misses(loop) == (0, 1)
+    assert added(loop, 1) == [-1, 0, 1]
+
+
+def test_code_with_numbers_of_other_tables_is_not_taken(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops' own modules do not change with the numbers that they import, and the numbers are part of the code."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "tables.py").write_text("PRECISION_BITS = 12\n")
+    monkeypatch.setattr(compiled_module, "__file__", str(package / "compiled.py"))
+    load(path)
+    assert hits_and_misses(load(path)) == (1, 0)
+    (package / "tables.py").write_text("PRECISION_BITS = 13\n")
+    assert hits_and_misses(load(path)) == (0, 1)
+
+
+def test_other_types_are_refused_and_not_compiled_for(path: Path) -> None:
+    loop: Any = load(path)
+    for arguments in ((np.arange(3, dtype=np.int32), 1), (np.arange(6)[::2], 1), (np.arange(3.0), 1), ([1, 2], 1)):
+        with pytest.raises(TypeError):
+            loop(*arguments)
+    assert len(loop.signatures) == 1
+
+
+def test_it_divides_as_ieee_754_says_and_lets_go_of_the_gil(path: Path) -> None:
+    path.write_text("def add(numbers, amount):\n    numbers[0] = amount // 1\n")
+    loop: Any = load(path)
+    assert loop.targetoptions["nogil"] is True
+    assert loop.targetoptions["fastmath"] is False
+    assert loop.targetoptions["error_model"] == "numpy"
