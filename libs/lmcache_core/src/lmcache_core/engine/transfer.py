@@ -14,6 +14,7 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.digests import FillingDigest, FollowingDigest
+from lmcache_core.engine.loaded_with_loss import LoadedWithLoss
 from lmcache_core.gpu_connectors.base import DescribesTensors, GPUConnectorInterface, OrderedGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -62,6 +63,7 @@ class KVTransfer:
         self._dtype = metadata.kv_dtype_name
         self._counters = counters
         self._workers = workers
+        self._loaded_with_loss = LoadedWithLoss()
 
     def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> None:
         """Copy these chunks out of the serving engine and make them visible, as many from the first as there is memory for."""
@@ -107,6 +109,7 @@ class KVTransfer:
                 if reason is not None:
                     self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
                     break
+                self._loaded_with_loss.note(key, chunk.lossy)
                 num_loaded += 1
         finally:
             were_held = self._store.release(chunks)
@@ -163,7 +166,8 @@ class KVTransfer:
         return {**kwargs, "progress": progress} if self._is_ordered else kwargs
 
     def _describe(self, key: CacheEngineKey, memory: MemoryObj, num_tokens: int) -> Chunk:
-        header = RecordHeader(key.canonical(), RAW_SERDE, "", False, self._tensors(num_tokens), UNSEALED_DIGEST)
+        is_lossy = key in self._loaded_with_loss
+        header = RecordHeader(key.canonical(), RAW_SERDE, "", is_lossy, self._tensors(num_tokens), UNSEALED_DIGEST)
         return Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, memory, HOT_TIER)
 
     def _tensors(self, num_tokens: int) -> tuple[TensorSpec, ...]:
