@@ -75,7 +75,7 @@ $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 	@echo "[3/4] Installing the packages of this repository and what they need"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
 	@echo "[4/4] Compiling the codecs"
-	@$(BIN)/python -c "from lmcache_core.serde.loops import load_loops; load_loops()"
+	@$(BIN)/python -m lmcache_core.serde.warm_up
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.runtime

@@ -13,7 +13,6 @@ from lmcache_core.errors import SerdeError
 
 MAGIC = b"KVB1"
 HEAD = struct.Struct("<4sBBBBIIII")
-MAX_BLOB_BYTES = 4 << 30
 Buffer = bytes | bytearray | memoryview
 
 

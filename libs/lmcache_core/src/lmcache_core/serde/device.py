@@ -20,15 +20,12 @@ from lmcache_kernels.codec_tables import CodecTables
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.serde.blob import Head, Mode, Reader
-from lmcache_core.serde.entropy.tables import NUM_SHAPES, TableSet
-from lmcache_core.serde.quantised.coder import NotQuantisableError, Quantiser
+from lmcache_core.serde.entropy.tables import TableSet
+from lmcache_core.serde.quantised.coder import NotQuantisableError, Quantiser, check_model
 from lmcache_core.serde.quantised.layout import KINDS, PlaneLayout, can_be_quantised
-from lmcache_core.serde.quantised.symbols import DELTA_FLAG
 
 Array = npt.NDArray[Any]
 NOT_FINITE_BITS = 0x7F800000
-STATE_WORDS = 64
-"""Words of a stream, at least: two for the state of each of 32 lanes."""
 
 
 def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
@@ -103,12 +100,12 @@ def decode_on_device(blob: memoryview, shape: Sequence[int], dtype: torch.dtype,
     if head.sizes != sizes or head.dtype != KINDS[dtype_name(dtype)] or head.itemsize != dtype.itemsize:
         raise SerdeError(f"an encoded tensor of sizes {head.sizes} and dtype {head.dtype}, expected {sizes} and {dtype}")
     by_token = head.mode is Mode.BY_TOKEN
-    levels = reader.array("u1", layout.planes).tolist()
+    levels = reader.array("u1", layout.planes)
     scales = _read_scales(reader, layout.planes * (layout.tokens if by_token else 1), dtype if by_token else torch.float32)
     shifts = reader.array("<i2", layout.planes * layout.groups)
     shapes = reader.array("u1", layout.planes * layout.groups)
     lengths = reader.array("<u4", layout.planes * layout.sections)
-    _check(levels, shapes, lengths, layout, tables)
+    check_model((levels, shapes, lengths), layout, tuple(tables.levels))
     words = reader.array("<i2", int(lengths.sum(dtype=np.int64)))
     reader.finish()
 
@@ -122,7 +119,7 @@ def decode_on_device(blob: memoryview, shape: Sequence[int], dtype: torch.dtype,
         on_device(words, len(words)),
     )
     out = torch.empty((layout.planes, layout.tokens, layout.channels), dtype=dtype, device=tables.device)
-    status = cachegen_decode(encoded, on_device(scales, layout.planes, -1), levels, _shape(layout), tables, out, by_token)
+    status = cachegen_decode(encoded, on_device(scales, layout.planes, -1), levels.tolist(), _shape(layout), tables, out, by_token)
     if status.any():
         raise SerdeError("the streams of an encoded tensor are not those of an encoder")
     return out.view(tuple(shape))
@@ -155,18 +152,3 @@ def _read_scales(reader: Reader, count: int, dtype: torch.dtype) -> Array:
     if ((bits < 0) | (bits >= NOT_FINITE_BITS)).any():
         raise SerdeError("an encoded tensor with a scale that is negative or not finite")
     return bits
-
-
-def _check(levels: Sequence[int], shapes: Array, lengths: Array, layout: PlaneLayout, tables: CodecTables) -> None:
-    """Check what kernels are not to meet.
-
-    Raises:
-        SerdeError: There are no tables for the levels, or no table of a number, or a stream cannot be so long.
-    """
-    unknown = set(levels) - set(tables.levels)
-    if unknown:
-        raise SerdeError(f"an encoded tensor with {min(unknown)} levels; there are tables for {tables.levels}")
-    if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
-        raise SerdeError(f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of {NUM_SHAPES}")
-    if (lengths < STATE_WORDS).any() or (lengths > _shape(layout).max_words).any():
-        raise SerdeError("an encoded tensor with a stream of impossible length")

@@ -129,7 +129,7 @@ class QuantisedCoder:
         shifts = reader.array("<i2", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
         shapes = reader.array("u1", layout.planes * layout.groups).reshape(layout.planes, layout.groups)
         lengths = reader.array("<u4", layout.planes * layout.sections).astype(np.int64)
-        self._check(levels, shapes, lengths, layout)
+        check_model((levels, shapes, lengths), layout, self._tables.levels)
         words = reader.array("<u2", int(lengths.sum()))
         reader.finish()
         lengths = lengths.reshape(layout.planes, layout.sections)
@@ -143,16 +143,6 @@ class QuantisedCoder:
 
         if not all(side_by_side(self._pool, decode_plane, range(layout.planes))):
             raise SerdeError("the streams of an encoded tensor are not those of an encoder")
-
-    def _check(self, levels: Array, shapes: Array, lengths: Array, layout: PlaneLayout) -> None:
-        known = np.zeros(256, bool)
-        known[list(self._tables.levels)] = True
-        if not known[levels].all():
-            raise SerdeError(f"an encoded tensor with {int(levels[~known[levels]][0])} levels; there are tables for {self._tables.levels}")
-        if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
-            raise SerdeError(f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of {NUM_SHAPES}")
-        if (lengths < LANES * STATE_WORDS).any() or (lengths > max_words(layout.tokens * layout.section)).any():
-            raise SerdeError("an encoded tensor with a stream of impossible length")
 
     def _encode_plane(
         self, raw: Array, how: tuple[int, int, int], layout: PlaneLayout, outputs: tuple[Array, Array, Array, Array, Array]
@@ -197,6 +187,27 @@ class QuantisedCoder:
         rows = self._scratch.get("rows", "u4", channels)
         self._loops.restore(symbols, raw, (tokens, channels, kind, levels, by_token), scales, about, rows)
         return True
+
+
+def check_model(model: tuple[Array, Array, Array], layout: PlaneLayout, known_levels: tuple[int, ...]) -> None:
+    """Check what a decoder's loops are not to meet.
+
+    Args:
+        model: Of a blob: levels of each plane, shapes of each group, words of each section.
+        layout: Of its tensor.
+        known_levels: The alphabets that there are tables for.
+
+    Raises:
+        SerdeError: There are no tables for a number of levels, or none of a number, or a stream cannot be so long.
+    """
+    levels, shapes, lengths = model
+    unknown = set(levels.tolist()) - set(known_levels)
+    if unknown:
+        raise SerdeError(f"an encoded tensor with {min(unknown)} levels; there are tables for {known_levels}")
+    if ((shapes & (DELTA_FLAG - 1)) >= NUM_SHAPES).any():
+        raise SerdeError(f"an encoded tensor that names table {int((shapes & (DELTA_FLAG - 1)).max())} of {NUM_SHAPES}")
+    if (lengths < LANES * STATE_WORDS).any() or (lengths > max_words(layout.tokens * layout.section)).any():
+        raise SerdeError("an encoded tensor with a stream of impossible length")
 
 
 def group_errors(errors: Array, groups: Sequence[tuple[str, slice]]) -> list[tuple[str, float, float]]:
