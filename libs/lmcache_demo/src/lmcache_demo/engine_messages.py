@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 
-class Attach(msgspec.Struct):
-    """The first that an engine process is told.
+class Attach(msgspec.Struct, tag=True):
+    """Where an engine process has its cache from now on.
 
     Attributes:
         socket: The sidecar's socket; None for no cache.
@@ -15,7 +15,7 @@ class Attach(msgspec.Struct):
     socket: str | None
 
 
-class Prompt(msgspec.Struct):
+class Prompt(msgspec.Struct, tag=True):
     """What to generate from."""
 
     text: str

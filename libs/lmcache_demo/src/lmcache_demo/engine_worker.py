@@ -1,4 +1,4 @@
-"""One engine of the demo, in a process of its own: is told its sidecar, then reads prompts and answers, all as JSON lines."""
+"""One engine of the demo, in a process of its own: is told its sidecar and prompts, and answers, all as JSON lines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ class Worker:
         self._cached = CachedCausalLM(self._model, None)
         self._cached.generate(torch.arange(1, 65), 2)  # the first forward pass of a process is slow
 
-    def attach(self, socket: str) -> None:
-        """Put the model behind a cache engine at that sidecar."""
-        model = self._model
+    def attach(self, socket: str | None) -> None:
+        """Put the model behind a cache engine at that sidecar; None: behind none."""
+        if self._engine is not None:
+            LMCacheEngineBuilder.destroy(INSTANCE)
+        model, self._engine = self._model, None
+        self._cached = CachedCausalLM(model, None)
+        if socket is None:
+            return
         config = LMCacheEngineConfig.from_defaults(remote_url=None, sidecar_socket=socket, tier_timeout_s=5.0)
         self._engine = LMCacheEngineBuilder.get_or_create(INSTANCE, config, metadata_of(model, MODEL_NAME, config), connector_of(model))
         self._cached = CachedCausalLM(model, self._engine)
@@ -70,14 +75,14 @@ def _total(moved: dict[tuple[str, str], int], counter: str) -> int:
 def main() -> None:
     """Serve prompts until standard input ends."""
     worker = Worker()
-    socket = msgspec.json.decode(sys.stdin.buffer.readline(), type=Attach).socket
-    if socket is not None:
-        worker.attach(socket)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    decoder = msgspec.json.Decoder(Attach | Prompt)
     for line in sys.stdin.buffer:
-        answer = worker.answer(msgspec.json.decode(line, type=Prompt))
-        sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+        message = decoder.decode(line)
+        if isinstance(message, Attach):
+            worker.attach(message.socket)
+            sys.stdout.write("ready\n")
+        else:
+            sys.stdout.write(msgspec.json.encode(worker.answer(message)).decode() + "\n")
         sys.stdout.flush()
     LMCacheEngineBuilder.destroy(INSTANCE)
 

@@ -27,7 +27,7 @@ class Engine:
         self._process: Process = processes.start(name, "lmcache_demo.engine_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def attach(self, socket: Path | None) -> None:
-        """Tell it its sidecar, and wait until it is ready.
+        """Tell it its sidecar, and wait until it is ready. It may be told another one later.
 
         Args:
             socket: The sidecar's; None for no cache.

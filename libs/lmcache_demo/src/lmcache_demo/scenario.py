@@ -126,18 +126,19 @@ class Scenario:
 
     def steps(self) -> Iterator[Step]:
         """Run it; yields each step when it is done."""
-        self._say("an engine without any cache answers both questions, for comparison")
-        plain = Engine(self._processes, "engine-plain")
-        plain.attach(None)
-        references = plain.ask(self._first), plain.ask(self._second)
-        plain.end()
-        yield from self._as_it_is(*references)
+        self._say("an engine that has no cache yet answers both questions, for comparison")
+        engine = Engine(self._processes, "engine-a")
+        engine.attach(None)
+        references = engine.ask(self._first), engine.ask(self._second)
+        yield from self._as_it_is(engine, *references)
         yield from self._compressed(*references)
 
-    def _as_it_is(self, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
+    def _as_it_is(self, engine: Engine, plain_first: Answer, plain_second: Answer) -> Iterator[Step]:
+        """Takes over the engine, which has no cache yet."""
         cluster = self._cluster
-        self._say("engine A, at sidecar A, reads the document with question 1")
-        engine, sidecar_a = self._engine("a", lambda: cluster.start_sidecar("sidecar-a"))
+        self._say("the same engine, A, now at sidecar A, reads the document with question 1")
+        sidecar_a = cluster.start_sidecar("sidecar-a")
+        engine.attach(sidecar_a.socket)
         answer = engine.ask(self._first)
         cluster.wait_until_settled(sidecar_a)
         yield Step("A, question 1", NOWHERE, answer, plain_first)
