@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numba import int64, uint8, uint16, uint32, uint64
+from numba.extending import register_jitable
 
 from lmcache_core.serde.entropy.tables import PRECISION_BITS
 
@@ -31,6 +32,20 @@ DECODE_SIGNATURE = (
 def max_words(num_symbols: int) -> int:
     """Words that a run of so many symbols takes at most: no symbol takes more than one."""
     return num_symbols + LANES * STATE_WORDS
+
+
+@register_jitable
+def _push(states: Any, lane: Any, tables: Any, entry: Any, words: Any, at: Any) -> Any:
+    """Encode one symbol with one lane; where its word, if any, was written: one before `at`, or nowhere, at `at`."""
+    state = uint64(states[lane])
+    count = uint64(tables[entry, 0])
+    words[at - uint64(1)] = uint16(state)
+    is_full = state >= (count << uint64(31 - PRECISION_BITS))
+    at = at - uint64(1) if is_full else at
+    state = state >> uint64(WORD_BITS) if is_full else state
+    quotient = (state * uint64(tables[entry, 2])) >> uint64(tables[entry, 3])
+    states[lane] = uint32(state + uint64(tables[entry, 1]) + quotient * (uint64(1 << PRECISION_BITS) - count))
+    return at
 
 
 def encode_sections(symbols: Any, shape: tuple[int, int, int, int], columns: Any, tables: Any, words: Any, lengths: Any) -> Any:
@@ -59,21 +74,21 @@ def encode_sections(symbols: Any, shape: tuple[int, int, int, int], columns: Any
             states[lane] = uint32(LOWEST_STATE)
         index = uint64(tokens) * width
         row = uint64(tokens) * uint64(channels) + first
+        whole_turns = width & uint64(LANES - 1) == uint64(0)
         for _ in range(tokens):
             row -= uint64(channels)
-            for back in range(width):
-                column = width - uint64(1) - uint64(back)
+            column = width
+            while whole_turns and column > uint64(0):  # lanes stand still under the columns: the compiler unrolls a turn
+                column -= uint64(LANES)
+                for back in range(LANES):
+                    lane = uint64(LANES - 1 - back)
+                    entry = uint64(bases[first + column + lane]) + uint64(symbols[row + column + lane])
+                    at = _push(states, lane, tables, entry, words, at)
+            while column > uint64(0):
+                column -= uint64(1)
                 index -= uint64(1)
                 entry = uint64(bases[first + column]) + uint64(symbols[row + column])
-                lane = index & uint64(LANES - 1)
-                state = states[lane]
-                count = tables[entry, 0]
-                is_full = uint64(uint64(state) >= (uint64(count) << uint64(31 - PRECISION_BITS)))
-                words[at - uint64(1)] = uint16(state)
-                at -= is_full
-                state = uint32(state >> uint32(is_full << uint64(4)))
-                quotient = uint32((uint64(state) * uint64(tables[entry, 2])) >> uint64(tables[entry, 3]))
-                states[lane] = uint32(state + tables[entry, 1] + quotient * uint32(uint32(1 << PRECISION_BITS) - count))
+                at = _push(states, index & uint64(LANES - 1), tables, entry, words, at)
         for back in range(LANES):
             state = states[LANES - 1 - back]
             at -= uint64(2)
