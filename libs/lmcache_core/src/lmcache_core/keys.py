@@ -10,6 +10,7 @@ import binascii
 import hashlib
 import struct
 from functools import lru_cache
+from typing import Annotated
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from lmcache_core.errors import IdentityError
 
 CHUNK_ID_BYTES = 16
+CHUNK_HASH_BYTES = 32
 MAX_CANONICAL_KEY_BYTES = 4096
 MAX_KEY_FIELD_BYTES = 1024
 
@@ -147,6 +149,62 @@ class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
 
 DEFAULT_TENANT = "default"
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_KEY_FIELD_BYTES)]
+
+
+class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The keys of successive chunks of one layer group, for all ranks: what one worker's keys have in common is said once.
+
+    Attributes:
+        fmt: As in `CacheEngineKey`.
+        model_name: As in `CacheEngineKey`.
+        world_size: Number of ranks; a chunk is there when all of them have stored it.
+        group: As in `CacheEngineKey`.
+        hashes: The chunk hashes, `CHUNK_HASH_BYTES` each, packed in order.
+
+    Raises:
+        ValueError: There is no rank, or the hashes are no whole number of hashes.
+    """
+
+    fmt: _Text
+    model_name: _Text
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    group: _Text
+    hashes: bytes
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size}: must be at least 1")
+        if len(self.hashes) % CHUNK_HASH_BYTES:
+            raise ValueError(f"hashes={len(self.hashes)} bytes: must be a multiple of {CHUNK_HASH_BYTES}")
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks, each of `world_size` keys."""
+        return len(self.hashes) // CHUNK_HASH_BYTES
+
+    def keys_of_rank(self, rank: int) -> list[CacheEngineKey]:
+        """The keys of one worker, in order."""
+        fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
+        return [CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group) for chunk_hash in self._hex_hashes()]
+
+    def keys_by_chunk(self) -> list[CacheEngineKey]:
+        """All keys: those of the first chunk by rank, then those of the second, and so on."""
+        fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
+        return [
+            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
+            for chunk_hash in self._hex_hashes()
+            for rank in range(world_size)
+        ]
+
+    def head(self, num_chunks: int) -> ChunkChain:
+        """The chain of the first so many chunks."""
+        return msgspec.structs.replace(self, hashes=self.hashes[: num_chunks * CHUNK_HASH_BYTES])
+
+    def _hex_hashes(self) -> list[str]:
+        digits = self.hashes.hex()
+        return [digits[at : at + 2 * CHUNK_HASH_BYTES] for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)]
 
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)

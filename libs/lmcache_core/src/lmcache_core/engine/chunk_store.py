@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk
+from lmcache_core.record import Chunk, Staged
 
 
 class ChunkStore(Protocol):
@@ -24,6 +24,27 @@ class ChunkStore(Protocol):
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """Begin to lift chunks into host memory; returns at once."""
+
+    def stage(
+        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+    ) -> Staged | None:
+        """What of these chunks is in host memory for all ranks, kept there from now on; the rest begins to be lifted. Never waits for tiers.
+
+        A chunk that is promised is not evicted until `unstage`, or until nobody has asked about the ticket for a while (minutes). Asked
+        again with the same ticket and chains it says how far the lift is; other chains under the same ticket are a new question.
+
+        Args:
+            ticket: Name of the question, for example the request's id.
+            chains: What is asked for.
+            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted. Otherwise each chunk counts for itself.
+            recompute_s: What computing one chunk anew costs, as far as is known: a lift does not take longer than that for each chunk.
+
+        Returns:
+            None when the store is away: nothing is known, and nothing held.
+        """
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        """Keep what these tickets were promised no longer; unknown tickets are passed over."""
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """Memory to fill, one object a shape, None where there is no room. Each goes on to `put` (then `release`) or to `abort`."""

@@ -16,6 +16,7 @@ from lmcache_core.record.decoded import decoded_bytes, decoded_header
 from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import RAW_SERDE, REPORT_EXTENSION, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
 from lmcache_core.record.hot_verifier import HotVerifier
+from lmcache_core.record.staged import Staged, StagedFrom
 
 __all__ = [
     "Allocate",
@@ -34,6 +35,8 @@ __all__ = [
     "RecordPrefix",
     "RecordReason",
     "Result",
+    "Staged",
+    "StagedFrom",
     "TensorSpec",
     "UNSEALED_DIGEST",
     "decode_head",

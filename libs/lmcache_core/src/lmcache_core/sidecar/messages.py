@@ -13,57 +13,66 @@ import msgspec
 from msgspec import Meta
 
 from lmcache_core.errors import ProtocolError
+from lmcache_core.keys import CHUNK_HASH_BYTES
+from lmcache_core.sidecar.message_fields import MAX_BATCH as MAX_BATCH
+from lmcache_core.sidecar.message_fields import MAX_RECOMPUTE_US as MAX_RECOMPUTE_US
+from lmcache_core.sidecar.message_fields import MAX_TICKET_CHARS as MAX_TICKET_CHARS
+from lmcache_core.sidecar.message_fields import Count, Deadline, Handles, Head, Keys, RecomputeTime, Size, Text
+from lmcache_core.sidecar.message_fields import Message as Message
+from lmcache_core.sidecar.staging_messages import MAX_CHAINS as MAX_CHAINS
+from lmcache_core.sidecar.staging_messages import MAX_STAGE_KEYS as MAX_STAGE_KEYS
+from lmcache_core.sidecar.staging_messages import Stage as Stage
+from lmcache_core.sidecar.staging_messages import StageOk as StageOk
+from lmcache_core.sidecar.staging_messages import Unstage as Unstage
+from lmcache_core.sidecar.staging_messages import UnstageOk as UnstageOk
 
 M = TypeVar("M")
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
-MAX_BATCH = 4096
-MAX_RECOMPUTE_US = 3_600_000_000
 LENGTH = struct.Struct("<I")
 
-_Text = Annotated[str, Meta(max_length=1024)]
-_Key = Annotated[bytes, Meta(max_length=4096)]
-_Head = Annotated[bytes, Meta(max_length=64 << 10)]
-_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-_Size = Annotated[int, Meta(gt=0, le=4 << 30)]
-_Deadline = Annotated[int, Meta(ge=1, le=3_600_000)]
-_Keys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_BATCH)]
+STAGE = "stage"
+REJECT = "reject"
+DESCRIBE = "describe"
+CAPABILITIES = (STAGE, REJECT, DESCRIBE)
+"""What is beyond the first messages of version 1: each is said only to a side that has named it."""
 
-
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; on the wire an array that begins with the class's name."""
+_Capabilities = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """First message of a client. `model` and `layout` say what KV it handles, for status pages and layout checks."""
+    """First message of a client. What KV it handles (`model`, `rank`, `world_size`, `layout`) is for status pages and layout checks."""
 
     version_min: int
     version_max: int
-    client: _Text
-    pid: _Count
-    rank: _Count
-    model: _Text
-    layout: _Text
+    client: Text
+    pid: Count
+    rank: Count
+    model: Text
+    layout: Text
+    capabilities: _Capabilities = ()
+    world_size: Count = 1
 
 
 class HelloOk(Message, frozen=True, forbid_unknown_fields=False):
     """The sidecar's answer: where the arena is and how it is to be used."""
 
     version: int
-    server: _Text
-    arena_path: _Text
-    arena_bytes: _Count
-    generation: _Count
-    verify_hot: _Text
-    salt: _Text
+    server: Text
+    arena_path: Text
+    arena_bytes: Count
+    generation: Count
+    verify_hot: Text
+    salt: Text
+    capabilities: _Capabilities = ()
 
 
 class Refused(Message, frozen=True, forbid_unknown_fields=False):
-    """The request, or the whole connection, is refused. `code`: version, bounds, protocol, closing."""
+    """The request, or the whole connection, is refused. `code`: version, layout, bounds, protocol, closing."""
 
-    code: _Text
-    message: _Text
+    code: Text
+    message: Text
 
 
 class Lookup(Message, frozen=True):
@@ -72,22 +81,22 @@ class Lookup(Message, frozen=True):
     A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
     """
 
-    keys: _Keys
-    search_range: Annotated[tuple[_Text, ...], Meta(max_length=16)]
-    deadline_ms: _Deadline
+    keys: Keys
+    search_range: Annotated[tuple[Text, ...], Meta(max_length=16)]
+    deadline_ms: Deadline
 
 
 class LookupOk(Message, frozen=True):
     """Length of the cached prefix, in chunks, and the tier of each chunk of it."""
 
-    num_prefix: _Count
+    num_prefix: Count
     tiers: tuple[str, ...]
 
 
 class Prefetch(Message, frozen=True):
     """Lift these chunks into the arena."""
 
-    keys: _Keys
+    keys: Keys
 
 
 class PrefetchOk(Message, frozen=True):
@@ -99,7 +108,7 @@ class PrefetchOk(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """Arena memory for chunks to be stored, bytes each."""
 
-    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_BATCH)]
+    sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BATCH)]
 
 
 class ReserveOk(Message, frozen=True):
@@ -111,7 +120,7 @@ class ReserveOk(Message, frozen=True):
 class Commit(Message, frozen=True):
     """The memory of these reservations is filled; the head names it. A committed reservation is gone."""
 
-    items: Annotated[tuple[tuple[_Count, _Head], ...], Meta(max_length=MAX_BATCH)]
+    items: Annotated[tuple[tuple[Count, Head], ...], Meta(max_length=MAX_BATCH)]
 
 
 class CommitOk(Message, frozen=True):
@@ -123,7 +132,7 @@ class CommitOk(Message, frozen=True):
 class Abort(Message, frozen=True):
     """Give reservations back unused."""
 
-    reservations: Annotated[tuple[_Count, ...], Meta(max_length=MAX_BATCH)]
+    reservations: Handles
 
 
 class AbortOk(Message, frozen=True):
@@ -137,9 +146,9 @@ class Pin(Message, frozen=True):
     each chunk that is not in the arena yet.
     """
 
-    keys: _Keys
-    deadline_ms: _Deadline
-    recompute_us: Annotated[int, Meta(ge=0, le=MAX_RECOMPUTE_US)] = 0
+    keys: Keys
+    deadline_ms: Deadline
+    recompute_us: RecomputeTime = 0
 
 
 class PinnedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -148,24 +157,49 @@ class PinnedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     pin: int
     offset: int
     length: int
-    head: _Head
-    tier: _Text
+    head: Head
+    tier: Text
 
 
 class PinOk(Message, frozen=True):
     """The longest prefix of the chunks asked for, and why the next one is missing ("" when none is)."""
 
     chunks: tuple[PinnedChunk, ...]
-    miss_reason: _Text
+    miss_reason: Text
 
 
 class Release(Message, frozen=True):
     """Give pins back."""
 
-    pins: Annotated[tuple[_Count, ...], Meta(max_length=MAX_BATCH)]
+    pins: Handles
 
 
 class ReleaseOk(Message, frozen=True):
+    """Done."""
+
+
+class Reject(Message, frozen=True):
+    """The bytes of these pinned chunks do not have their digests: the sidecar is to look for itself. The pins stay. Capability `reject`."""
+
+    pins: Handles
+
+
+class RejectOk(Message, frozen=True):
+    """Done: what is damaged is not served any more."""
+
+
+class Describe(Message, frozen=True):
+    """How this client names KV, so that the sidecar's admin can name chunks of token ids. Capability `describe`."""
+
+    fmt: Text
+    model_name: Text
+    world_size: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    root: Annotated[bytes, Meta(min_length=CHUNK_HASH_BYTES, max_length=CHUNK_HASH_BYTES)]
+    groups: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_CHAINS)]
+
+
+class DescribeOk(Message, frozen=True):
     """Done."""
 
 
@@ -179,8 +213,10 @@ class StatsOk(Message, frozen=True):
     stats: dict[str, dict[str, int]]
 
 
-Request = Hello | Lookup | Prefetch | Reserve | Commit | Abort | Pin | Release | Stats
-Answer = HelloOk | Refused | LookupOk | PrefetchOk | ReserveOk | CommitOk | AbortOk | PinOk | ReleaseOk | StatsOk
+Request = Hello | Lookup | Prefetch | Reserve | Commit | Abort | Pin | Release | Reject | Stage | Unstage | Describe | Stats
+_StoreAnswer = ReserveOk | CommitOk | AbortOk
+_LoadAnswer = LookupOk | PrefetchOk | StageOk | UnstageOk | PinOk | ReleaseOk | RejectOk
+Answer = HelloOk | Refused | _StoreAnswer | _LoadAnswer | DescribeOk | StatsOk
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
