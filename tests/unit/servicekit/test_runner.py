@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -118,6 +120,60 @@ run_service("lmcache-servicekit", SampleSettings, lambda s: create_service_app(s
     assert done.returncode == 3
     assert "no disk" in done.stderr
     assert not (tmp_path / "port").exists()
+
+
+STOP_SLOWLY = """
+import asyncio, sys
+from contextlib import asynccontextmanager
+from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.runner import run_service
+from lmcache_servicekit.state import service_state
+from tests.fixtures.sample_service import SampleSettings
+
+@asynccontextmanager
+async def opened(app):
+    async def prepare():
+        print("stopping", flush=True)
+        await asyncio.sleep({seconds})
+    service_state(app).before_stop.append(prepare)
+    yield
+
+create = lambda s: create_service_app(s, "x", lifespan=opened, routers=[])
+sys.exit(run_service("lmcache-servicekit", SampleSettings, create, sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def stopping_slowly(tmp_path: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has got SIGTERM and is busy with what comes before its end."""
+    environ = os.environ | {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", STOP_SLOWLY.format(seconds=seconds), "--port-file", str(tmp_path / "port")]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "port").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.terminate()
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"stopping\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_comes_before_the_end_is_done_while_requests_are_answered(tmp_path: Path) -> None:
+    with stopping_slowly(tmp_path, 0.5) as process:
+        port = json.loads((tmp_path / "port").read_text())["port"]
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False).status_code == 200
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, number: int) -> None:
+    with stopping_slowly(tmp_path, 60) as process:
+        process.send_signal(number)
+        assert process.wait(2) == 128 + number
 
 
 def test_json_lines() -> None:

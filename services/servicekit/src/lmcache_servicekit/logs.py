@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 import time
-from typing import Final
+from typing import Final, Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -40,8 +42,35 @@ def configure_logging(level: str, log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger().handlers[:] = [handler]
+    set_level(level)
+
+
+def set_level(level: str, name: str | None = None) -> None:
+    """Log from now on what is at least so severe.
+
+    Args:
+        level: `debug`, `info`, `warning` or `error`.
+        name: Only this logger and those below it; None: the whole process, but for libraries that log every request.
+    """
+    logger = logging.getLogger(name)
+    logger.setLevel(level.upper())
+    if name is None:
+        for chatty in _CHATTY:
+            logging.getLogger(chatty).setLevel(max(logging.WARNING, logger.level))
+
+
+def is_logger(name: str) -> bool:
+    """Whether something in this process logs under that name or below it."""
+    return name in logging.root.manager.loggerDict
+
+
+def level_of_root() -> str:
+    """The level of the whole process."""
+    return logging.getLevelName(logging.getLogger().level).lower()
+
+
+def own_levels() -> dict[str, str]:
+    """The level of each logger that has one of its own, by name."""
+    found = {name: logger.level for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)}
+    return {name: logging.getLevelName(level).lower() for name, level in sorted(found.items()) if level}

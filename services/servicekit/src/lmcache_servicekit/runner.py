@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
-from lmcache_servicekit.state import service_state
+from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.version import version_of
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 EXIT_CANNOT_LISTEN = 1
 EXIT_BAD_CONFIG = 2
+EXIT_BY_SIGNAL = 128
 
 
 def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], FastAPI], argv: Sequence[str] | None = None) -> int:
@@ -43,7 +44,8 @@ def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], Fast
 
     Returns:
         The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also those that only the lifespan can
-        find wrong), 3 when the lifespan cannot start for another reason.
+        find wrong), 3 when the lifespan cannot start for another reason. A second signal ends the process at once, with 128 and the
+        signal's number: 143, 130.
     """
     options = _parse(name, settings_cls, argv)
     try:
@@ -90,18 +92,32 @@ class _Start:
         await self.app(scope, receive, send_short if scope["type"] == "lifespan" else send)
 
 
-class _AnnouncingServer(uvicorn.Server):
-    """Tells when it listens, and on which port."""
+class _Server(uvicorn.Server):
+    """Tells when it listens, and on which port; does what is to be done before it stops; takes a second signal seriously."""
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None], state: ServiceState) -> None:
         super().__init__(config)
         self._announce = announce
+        self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the lifespan, then listen, then tell."""
         await super().startup(sockets=sockets)
         if self.started:
             self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Do what is to be done before, then stop listening, then end the lifespan."""
+        for prepare in self._state.before_stop:
+            await prepare()
+        await super().shutdown(sockets=sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End gracefully at the first signal, at once at the second: whatever is underway may hang."""
+        if self.should_exit:
+            os.write(2, b"a second signal: ending at once\n")  # logging is not safe inside a handler
+            os._exit(EXIT_BY_SIGNAL + sig)
+        super().handle_exit(sig, frame)
 
 
 def _serve(name: str, start: _Start, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
@@ -126,7 +142,7 @@ def _serve(name: str, start: _Start, settings: ServiceSettings, listener: socket
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, _end)
     try:
-        _AnnouncingServer(config, announce).run(sockets=[listener])
+        _Server(config, announce, service_state(start.app)).run(sockets=[listener])
     finally:
         if port_file is not None:
             port_file.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class ServiceState:
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Where the service's metrics are registered.
         ports: Ports beside the HTTP one that a lifespan opened, by name; written to the port file.
+        before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each bounds its own time and fails never.
     """
 
     settings: ServiceSettings
@@ -30,6 +32,7 @@ class ServiceState:
     health: HealthRegistry
     registry: CollectorRegistry
     ports: dict[str, int] = field(default_factory=dict)
+    before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
 
 def service_state(app: FastAPI) -> ServiceState:

@@ -1,0 +1,49 @@
+"""The log level of a running service: looked at and changed over REST."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.errors import NotFoundError
+from lmcache_servicekit.logs import LogLevel, is_logger, level_of_root, own_levels, set_level
+
+LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
+
+
+class LogLevelRequest(BaseModel):
+    """Which level is wanted, and for what."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: LogLevel
+    logger: LoggerName | None = Field(None, description="A module or package; without it, the whole process")
+
+
+class LogLevels(BaseModel):
+    """The levels in force."""
+
+    level: str = Field(description="Of the whole process")
+    loggers: dict[str, str] = Field(description="Of loggers that have one of their own")
+
+
+def create_log_router() -> APIRouter:
+    """The routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
+    router = APIRouter(prefix="/v1", tags=["admin"])
+
+    @router.get("/log-level", summary="The log levels in force")
+    async def show_levels(principal: ClientPrincipal) -> LogLevels:
+        return LogLevels(level=level_of_root(), loggers=own_levels())
+
+    @router.put("/log-level", summary="Log more, or less, from now on")
+    async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
+        """Of the whole process, or of one logger that it has: 404 for a name that nothing logs under."""
+        if request.logger is not None and not is_logger(request.logger):
+            raise NotFoundError(f"no logger {request.logger!r}: name a module or package of the process, for example lmcache_core")
+        set_level(request.level, request.logger)
+        return LogLevels(level=level_of_root(), loggers=own_levels())
+
+    return router
