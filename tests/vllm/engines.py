@@ -1,0 +1,231 @@
+"""vLLM engines in this process: made, asked, and looked into."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What makes vLLM quick to start, quiet and offline. With more threads a busy machine of two processors makes every step last at random;
+with dynamo the first request for logprobs compiles for half a minute."""
+
+BLOCK_SIZE = 128
+"""The CPU backend's own."""
+CHUNK_SIZE = 256
+NUM_LOGPROBS = 5
+MAX_MODEL_LEN = 4096
+
+Extra = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: greedy, and as long as it says.
+
+    Attributes:
+        tokens: Its prompt.
+        num_new: Tokens to generate.
+        salt: vLLM's `cache_salt`, or "".
+        adapter: Directory of a LoRA adapter, or "".
+        transfer: The request's `kv_transfer_params`, if any.
+    """
+
+    tokens: tuple[int, ...]
+    num_new: int = 12
+    salt: str = ""
+    adapter: str = ""
+    transfer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it.
+
+    Attributes:
+        tokens: Generated.
+        logprobs: For each of them the likeliest tokens' logprobs, by token id.
+        num_cached: Tokens of the prompt that vLLM did not compute, as it counts them.
+        finish_reason: vLLM's.
+        took_s: From the first of the requests asked together to the last answer.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    num_cached: int
+    finish_reason: str
+    took_s: float = 0.0
+
+
+def from_plain(plain: Mapping[str, Any]) -> Answer:
+    """An answer out of `asdict`, where JSON has made token ids texts."""
+    logprobs = tuple({int(token): value for token, value in of_token.items()} for of_token in plain["logprobs"])
+    return Answer(tuple(plain["tokens"]), logprobs, plain["num_cached"], plain["finish_reason"], plain["took_s"])
+
+
+def engine_options(model: Path, **options: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for a tiny model, as JSON can say them; `options` come on top."""
+    common = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": BLOCK_SIZE,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    return common | options
+
+
+def transfer_config(connector: Extra, policy: str = "recompute") -> dict[str, Any]:
+    """vLLM's `--kv-transfer-config` for our connector.
+
+    Args:
+        connector: Its `kv_connector_extra_config`.
+        policy: `kv_load_failure_policy`.
+    """
+    return {
+        "kv_connector": "LMCacheConnector",
+        "kv_connector_module_path": "lmcache_core.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": dict(connector),
+    }
+
+
+class Engine:
+    """An engine in this process, which must have no other one with a connector at the time.
+
+    Args:
+        options: See `engine_options`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+        self._num_adapters = 0
+        self._adapters: dict[str, int] = {}
+
+    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Answer all of them, scheduled together."""
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": list(ask.tokens)} | ({"cache_salt": ask.salt} if ask.salt else {}) for ask in asks]
+        sampling = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=ask.num_new,
+                ignore_eos=True,
+                logprobs=NUM_LOGPROBS,
+                detokenize=False,
+                extra_args=None if ask.transfer is None else {"kv_transfer_params": ask.transfer},
+            )
+            for ask in asks
+        ]
+        adapters = [self._adapter(ask.adapter) for ask in asks]
+        begin = time.monotonic()
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
+        took_s = time.monotonic() - begin
+        return [_answer(output, took_s) for output in outputs]
+
+    def ask(self, ask: Ask) -> Answer:
+        """Answer one."""
+        (answer,) = self.generate([ask])
+        return answer
+
+    def reset(self) -> None:
+        """Let vLLM forget its prefix cache, and its connector nothing."""
+        deadline = time.monotonic() + 20.0
+        while not self.llm.reset_prefix_cache():  # refused while a connector still reads blocks
+            assert time.monotonic() < deadline, "vLLM's blocks are not given back"
+            self.llm.llm_engine.step()
+            time.sleep(0.01)
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The connector at the scheduler."""
+        return self.scheduler.connector
+
+    @property
+    def worker_connector(self) -> Any:
+        """The connector at the worker."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, summed over their labels; and once more for each set of labels but the engine's and the model's."""
+        figures: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is None:
+                continue
+            labels = {name: text for name, text in metric.labels.items() if name not in ("engine", "model_name")}
+            figures[metric.name] = figures.get(metric.name, 0.0) + value
+            if labels:
+                figures[metric.name + "{" + ",".join(f"{name}={text}" for name, text in sorted(labels.items())) + "}"] = value
+        return figures
+
+    def close(self) -> None:
+        """End it."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def _adapter(self, directory: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if not directory:
+            return None
+        number = self._adapters.setdefault(directory, len(self._adapters) + 1)
+        return LoRARequest(Path(directory).name, number, directory)
+
+
+def _answer(output: Any, took_s: float) -> Answer:
+    (completion,) = output.outputs
+    logprobs = tuple({int(token): float(about.logprob) for token, about in of_token.items()} for of_token in completion.logprobs or ())
+    return Answer(tuple(completion.token_ids), logprobs, output.num_cached_tokens or 0, str(completion.finish_reason), took_s)
+
+
+@contextlib.contextmanager
+def running_engine(options: Mapping[str, Any]) -> Iterator[Engine]:
+    """An engine that is gone afterwards."""
+    engine = Engine(options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """What `from_plain` reads again."""
+    return asdict(answer)
+
+
+def set_environment() -> None:
+    """Set `ENVIRONMENT`, before torch or vLLM is imported."""
+    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+        del os.environ[name]
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

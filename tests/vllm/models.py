@@ -1,0 +1,232 @@
+"""Tiny models with random weights, made once and kept: every layer's output depends on the context.
+
+Weights are drawn with the standard deviation 1/sqrt(fan in). With the usual 0.02 the output of so small a model hardly depends on what
+came before, and a test that compares outputs could not fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 4096
+FIRST_WORD = 16
+"""Token ids below are kept for special tokens; prompts have none of them."""
+MAX_TOKENS = 8192
+LORA_RANK = 8
+
+SHARPNESS = 3.0
+"""How much larger queries are than by chance: each token then looks at a few others instead of at the mean of all."""
+
+LLAMA = "llama"
+SLIDING = "sliding"
+MLA = "mla"
+LORA = "lora"
+OTHER_LORA = "lora-other"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": MAX_TOKENS,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    LLAMA: {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+    },
+    SLIDING: {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+        "sliding_window": 256,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    MLA: {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+    },
+}
+
+
+def made_models(home: Path) -> Path:
+    """The directory of all models, made if this version of this file has not made it yet.
+
+    Args:
+        home: Where such directories are kept.
+    """
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    directory = home / f"models-{digest}"
+    if directory.is_dir():
+        return directory
+    home.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix="models-part-", dir=home))
+    try:
+        for seed, name in enumerate(_CONFIGS):
+            _make_model(part / name, _CONFIGS[name], seed)
+        _make_lora(part / LORA, seed=100)
+        _make_lora(part / OTHER_LORA, seed=101)
+        os.replace(part, directory)  # noqa: PTH105 (an empty or missing target only, which is what is wanted)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return directory
+
+
+def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+    directory.mkdir()
+    config = _COMMON | config
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _drawn(shape, generator) for name, shape in _shapes(config).items()}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            tensor *= SHARPNESS
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _make_tokenizer(directory)
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Ones for a norm, else normal numbers that keep the variance of what they are applied to."""
+    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (VOCABULARY, hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        of_layer = _mla_shapes(config) if config["model_type"] == "deepseek_v2" else _attention_shapes(config)
+        of_layer |= {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    of_queries, of_keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        "self_attn.q_proj": (of_queries, hidden),
+        "self_attn.k_proj": (of_keys, hidden),
+        "self_attn.v_proj": (of_keys, hidden),
+        "self_attn.o_proj": (hidden, of_queries),
+    }
+
+
+def _mla_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    return {
+        "self_attn.q_proj": (heads * (plain + rotated), hidden),
+        "self_attn.kv_a_proj_with_mqa": (latent + rotated, hidden),
+        "self_attn.kv_a_layernorm": (latent,),
+        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.o_proj": (hidden, heads * value),
+    }
+
+
+def _make_lora(directory: Path, seed: int) -> None:
+    """An adapter of the llama's Q, K, V and O, large enough to change its output."""
+    directory.mkdir()
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapter = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": LLAMA,
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(adapter, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    config = _COMMON | _CONFIGS[LLAMA]
+    tensors = {}
+    for name, (num_out, num_in) in _attention_shapes(config).items():
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = _drawn((LORA_RANK, num_in), generator)
+            tensors[f"{prefix}.lora_B.weight"] = _drawn((num_out, LORA_RANK), generator)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _make_tokenizer(directory: Path) -> None:
+    """One word for each token id: `w16 w17 …`."""
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    words = special + [f"<extra{i}>" for i in range(len(special), FIRST_WORD)] + [f"w{i}" for i in range(FIRST_WORD, VOCABULARY)]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+            for i, word in enumerate(special)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_TOKENS,
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1))

@@ -1,0 +1,68 @@
+"""What the models say when nothing is cached: by engines without connector and prefix cache, in a process beside the tests."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engines import Answer, Ask, engine_options
+from tests.vllm.models import FIRST_WORD, VOCABULARY
+from tests.vllm.processes import EngineProcess
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
+"""How far logprobs may differ. A prompt of which a part is loaded is computed in pieces of another shape."""
+
+
+class References:
+    """Answers without a cache, by model and dtype.
+
+    Args:
+        process: Where their engines live.
+        models: Directory of the models.
+    """
+
+    def __init__(self, process: EngineProcess, models: Path) -> None:
+        self._process = process
+        self._models = models
+        self._names: set[str] = set()
+
+    def answers(self, asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any) -> list[Answer]:
+        """What `model` answers to each, asked alone."""
+        has_lora = any(ask.adapter for ask in asks)
+        name = f"{model} {dtype} {has_lora} {sorted(options.items())}"
+        if name not in self._names:
+            lora = {"enable_lora": True, "max_lora_rank": 8} if has_lora else {}
+            self._process.open(engine_options(self._models / model, dtype=dtype, enable_prefix_caching=False, **lora, **options), name)
+            self._names.add(name)
+        return [self._process.generate([ask], name)[0] for ask in asks]
+
+    def check(self, answers: Sequence[Answer], asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any) -> None:
+        """Fail unless the answers are those without a cache."""
+        for answer, expected in zip(answers, self.answers(asks, model, dtype, **options), strict=True):
+            assert_same(answer, expected, TOLERANCES[dtype])
+
+
+def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
+    """Fail unless both have the same tokens, and logprobs within the tolerance."""
+    assert expected.num_cached == 0, "the reference has used a cache"
+    assert answer.finish_reason == expected.finish_reason
+    assert answer.tokens == expected.tokens
+    assert distance(answer, expected) <= tolerance
+
+
+def distance(answer: Answer, other: Answer) -> float:
+    """The largest difference of a logprob that both name, over all their tokens; infinite where they name nothing in common."""
+    assert len(answer.logprobs) == len(other.logprobs) > 0
+    differences = []
+    for ours, theirs in zip(answer.logprobs, other.logprobs, strict=True):
+        differences.append(max((abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()), default=math.inf))
+    return max(differences)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    """Random words; the same for the same seed, and one of another length begins alike."""
+    dice = random.Random(seed)
+    return tuple(dice.randrange(FIRST_WORD, VOCABULARY) for _ in range(length))
