@@ -28,7 +28,7 @@ class ChunkStore(Protocol):
     def stage(
         self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
     ) -> Staged | None:
-        """What of these chunks is in host memory for all ranks, kept there from now on; the rest begins to be lifted. Never waits for tiers.
+        """What of these chunks is in host memory for all ranks, kept there from now on; the rest begins to be lifted. Waits for no tier.
 
         A chunk that is promised is not evicted until `unstage`, or until nobody has asked about the ticket for a while (minutes). Asked
         again with the same ticket and chains it says how far the lift is; other chains under the same ticket are a new question.

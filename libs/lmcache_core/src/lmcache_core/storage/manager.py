@@ -6,19 +6,22 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from lmcache_core.concurrency import LoopThread, Workers
+from lmcache_core.concurrency import LoopThread, TaskSupervisor, Workers
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import LMCacheError, UnavailableError
-from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result
+from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged
 from lmcache_core.storage.assembly import create_lower_tiers
 from lmcache_core.storage.eviction import TierLimits, create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.staging import SWEEP_INTERVAL_S, Staging
+from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
@@ -59,7 +62,9 @@ class StorageManager:
         self._counters = counters
         self._workers = workers or Workers("lmcache-digest")
         self._loop = LoopThread("lmcache-storage")
+        self._tasks = TaskSupervisor("lmcache-storage")
         self._stack: TierStack | None = None
+        self._staging: Staging | None = None
         self._salt = config.salt
         self._prefetches = threading.Semaphore(MAX_PREFETCHES)
 
@@ -81,9 +86,12 @@ class StorageManager:
     def close(self) -> None:
         """Finish background writes within `close_drain_s` seconds, abandon the rest, stop the loop thread. Idempotent."""
         stack, self._stack = self._stack, None
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
         if stack is not None:
             with contextlib.suppress(UnavailableError):
-                self._loop.run(stack.close(self._close_drain_s), self._close_drain_s + MARGIN_S)
+                self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
             self._loop.close()
             self._lower = create_lower_tiers(self._config, self._counters)  # a tier is opened once, an engine perhaps again
             self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
@@ -109,6 +117,21 @@ class StorageManager:
             self._loop.submit(self._lift(stack, _names(keys)))
         except UnavailableError:
             self._prefetches.release()
+
+    def stage(
+        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+    ) -> Staged | None:
+        """See `ChunkStore.stage`."""
+        staging = self._staging
+        if staging is None:
+            return None
+        return staging.stage(ticket, chains, deadline_s=self._timeout_s, is_prefix=is_prefix, recompute_s=recompute_s)
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        """See `ChunkStore.unstage`."""
+        staging = self._staging
+        if staging is not None:
+            staging.unstage(tickets)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
@@ -189,7 +212,26 @@ class StorageManager:
         except BaseException:
             await stack.close()
             raise
+        room = StagingRoom(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
+        self._staging = Staging(stack, DEFAULT_TENANT, room, self._start_lift)
+        self._tasks = TaskSupervisor("lmcache-storage")
+        self._tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
         return stack
+
+    async def _close_stack(self, stack: TierStack) -> None:
+        await self._tasks.close()
+        await stack.close(self._close_drain_s)
+
+    def _start_lift(self, work: Coroutine[Any, Any, None]) -> bool:
+        try:
+            self._loop.submit(work).add_done_callback(_say_failed)
+        except UnavailableError:
+            return False
+        return True
+
+    async def _expire_tickets(self) -> None:
+        if self._staging is not None:
+            self._staging.expire()
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:
@@ -238,6 +280,11 @@ def _release_all(results: Sequence[Result]) -> None:
     for result in results:
         if isinstance(result, Chunk):
             result.release()
+
+
+def _say_failed(lift: Future[None]) -> None:
+    if not lift.cancelled() and lift.exception() is not None:
+        logger.error("a lift failed", exc_info=lift.exception())
 
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:

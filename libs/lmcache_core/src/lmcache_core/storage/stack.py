@@ -64,6 +64,11 @@ class TierStack:
             tier.name: WriteBehind(tier, pending_bytes, self._written) for tier in (self.lower if written is None else written)
         }
 
+    @property
+    def keeps_hot(self) -> bool:
+        """Whether what is stored and lifted stays in host memory."""
+        return self._keep_hot
+
     async def open(self) -> None:
         """Open every tier; one that cannot be had is left out, since a broken disk must not stop what works without it.
 

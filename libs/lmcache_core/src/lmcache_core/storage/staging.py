@@ -1,0 +1,283 @@
+"""Tickets: what requests are going to load is lifted while they wait, and what they were promised stays in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from lmcache_core.keys import ChunkChain, ChunkKey
+from lmcache_core.record import Chunk, Result, Staged, StagedFrom
+from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.staging_room import StagingRoom
+
+MAX_TICKETS = 4096
+STAGE_LEASE_S = 120.0
+"""So long after the last word about a ticket it is forgotten: whoever asked has gone or does not need it."""
+SWEEP_INTERVAL_S = 5.0
+"""How often an owner calls `expire`."""
+PROBE_SHARE = 2
+"""Finding out who has what may take one part in this many of a lift's time: a tier that hangs leaves time to read from the others."""
+
+StartLift = Callable[[Coroutine[Any, Any, None]], bool]
+
+_CODES = MappingProxyType(
+    {
+        "Hot": StagedFrom.HOT,
+        "LocalDiskBackend": StagedFrom.DISK,
+        PEER_TIER: StagedFrom.PEER,
+        "RemoteBackend": StagedFrom.REMOTE,
+    }
+)
+
+
+class _StagedChain:
+    """One chain of a ticket, and what is known of its chunks."""
+
+    def __init__(self, tenant: str, chain: ChunkChain) -> None:
+        self.num_ranks = chain.world_size
+        self.names = [ChunkKey(tenant, key) for key in chain.keys_by_chunk()]
+        self.tiers = bytearray(chain.num_chunks)
+
+    def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
+        """The names of these chunks, those of one chunk together."""
+        if len(numbers) == len(self.tiers):
+            return self.names
+        num_ranks, names = self.num_ranks, self.names
+        return [name for i in numbers for name in names[i * num_ranks : (i + 1) * num_ranks]]
+
+    def settle(self) -> None:
+        """Nothing more will be looked for."""
+        self.names = []
+
+
+class _Ticket:
+    """What was asked, and what is held for it."""
+
+    def __init__(self, tenant: str, chains: Sequence[ChunkChain], is_prefix: bool) -> None:
+        self.asked = (tuple(chains), is_prefix)
+        self.is_prefix = is_prefix
+        self.chains = [_StagedChain(tenant, chain) for chain in chains]
+        self.held: list[Chunk] = []
+        self.is_ready = True
+        self.is_over = False
+        self.last_word = 0.0
+
+    def settle(self) -> None:
+        """Nothing more will come."""
+        for chain in self.chains:
+            chain.settle()
+        self.is_ready = True
+
+    def staged(self) -> Staged:
+        return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
+
+
+class Staging:
+    """The tickets of one client. Thread-safe; no call waits for a tier.
+
+    Args:
+        stack: The tiers.
+        tenant: Namespace of the client's chunks.
+        room: What this and other clients may hold together.
+        start_lift: Runs a lift on the stack's event loop; False when it will not, and has closed it.
+        clock: Tells how old tickets are, seconds.
+    """
+
+    def __init__(
+        self, stack: TierStack, tenant: str, room: StagingRoom, start_lift: StartLift, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stack = stack
+        self._tenant = tenant
+        self._room = room
+        self._start_lift = start_lift
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tickets: OrderedDict[str, _Ticket] = OrderedDict()
+        self._may_lift = True
+        self._is_closed = False
+
+    @property
+    def num_tickets(self) -> int:
+        """Tickets that are known."""
+        return len(self._tickets)
+
+    def stage(
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        *,
+        deadline_s: float,
+        is_prefix: bool = True,
+        recompute_s: float | None = None,
+    ) -> Staged:
+        """What of these chunks is in host memory for all ranks, held from now on; what is not begins to be lifted.
+
+        Args:
+            ticket: Name of the question.
+            chains: What is asked for; none, or those of the first time: how far the lift is.
+            deadline_s: Longest that the lift may take.
+            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted. Otherwise each chunk counts for itself.
+            recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift takes no longer than that for each chunk.
+        """
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            known = self._tickets.get(ticket)
+            if known is not None and (not chains or known.asked == (tuple(chains), is_prefix)):
+                known.last_word = now
+                self._tickets.move_to_end(ticket)
+                return known.staged()
+            entry = _Ticket(self._tenant, chains, is_prefix)
+            if self._is_closed or not chains or (known is None and len(self._tickets) >= MAX_TICKETS):
+                return entry.staged()
+            for chain in entry.chains:
+                self._hold(entry, chain, range(len(chain.tiers)))
+            if known is not None:
+                self._end(known)  # after the new one has taken its own, so that what both want is held all the time
+            entry.last_word = now
+            self._tickets[ticket] = entry
+            self._tickets.move_to_end(ticket)
+            self._begin_lift(entry, deadline_s, recompute_s)
+            if entry.is_ready:
+                entry.settle()
+            return entry.staged()
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        """Hold nothing for these tickets any more; unknown ones are passed over. A lift goes on, and what it brings stays hot."""
+        with self._lock:
+            for name in tickets:
+                ticket = self._tickets.pop(name, None)
+                if ticket is not None:
+                    self._end(ticket)
+
+    def expire(self) -> None:
+        """Forget tickets about which nothing was heard for `STAGE_LEASE_S`."""
+        with self._lock:
+            self._expire(self._clock())
+
+    def stop_lifting(self) -> None:
+        """From now on only what is hot is staged."""
+        self._may_lift = False
+
+    def close(self) -> None:
+        """Forget every ticket and take no more. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for ticket in self._tickets.values():
+                self._end(ticket)
+            self._tickets.clear()
+
+    def _expire(self, now: float) -> None:
+        while self._tickets:
+            name, ticket = next(iter(self._tickets.items()))
+            if now - ticket.last_word < STAGE_LEASE_S:
+                return
+            del self._tickets[name]
+            self._end(ticket)
+
+    def _end(self, ticket: _Ticket) -> None:
+        ticket.is_over = True
+        unheld = self._room.give(ticket.held)
+        if not self._stack.keeps_hot:
+            self._stack.hot.remove_many([chunk.key for chunk in unheld])
+        for chunk in ticket.held:
+            chunk.release()
+        ticket.held.clear()
+
+    def _hold(self, ticket: _Ticket, chain: _StagedChain, numbers: Sequence[int], codes: Sequence[int] | None = None) -> None:
+        """Take references on those of these chunks that are hot for all ranks and that there is room for.
+
+        Args:
+            ticket: Who holds them.
+            chain: What they belong to.
+            numbers: Their places in it.
+            codes: Where each is from; None: all from host memory.
+        """
+        found = self._stack.hot.get_many(chain.names_of(numbers))
+        whole = _whole(found, chain.num_ranks, ticket.is_prefix)
+        num_ranks = chain.num_ranks
+        kept = [chunk for i in whole for chunk in found[i * num_ranks : (i + 1) * num_ranks] if chunk is not None]
+        num_kept = 0 if ticket.is_over else self._room.take(kept, num_ranks)
+        ticket.held += kept[: num_kept * num_ranks]
+        for i in whole[:num_kept]:
+            chain.tiers[numbers[i]] = StagedFrom.HOT if codes is None else codes[i]
+        if num_kept * num_ranks < len(found):
+            held = set(whole[:num_kept])
+            for i, chunk in enumerate(found):
+                if chunk is not None and i // num_ranks not in held:
+                    chunk.release()
+
+    def _begin_lift(self, ticket: _Ticket, deadline_s: float, recompute_s: float | None) -> None:
+        num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
+        can_lift = num_missing and self._may_lift and self._stack.lower and self._num_affordable(1)
+        if not can_lift or not self._room.begin_lift():
+            return
+        limit_s = deadline_s if recompute_s is None else min(deadline_s, recompute_s * num_missing)
+        ticket.is_ready = False
+        if not self._start_lift(self._lift(ticket, limit_s, recompute_s)):
+            ticket.is_ready = True
+            self._room.end_lift()
+
+    async def _lift(self, ticket: _Ticket, limit_s: float, recompute_s: float | None) -> None:
+        try:
+            async with asyncio.TaskGroup() as chains:
+                for chain in ticket.chains:
+                    chains.create_task(self._lift_chain(ticket, chain, limit_s, recompute_s))
+        finally:
+            ticket.settle()
+            self._room.end_lift()
+
+    async def _lift_chain(self, ticket: _Ticket, chain: _StagedChain, limit_s: float, recompute_s: float | None) -> None:
+        """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is not read at all."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + limit_s
+        num_ranks = chain.num_ranks
+        missing = [i for i, tier in enumerate(chain.tiers) if not tier][: self._num_affordable(num_ranks)]
+        tiers = await self._stack.batched_tiers(chain.names_of(missing), limit_s / PROBE_SHARE)
+        wanted = [missing[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
+        if not wanted:
+            return
+        names = chain.names_of(wanted)
+        results = await self._stack.batched_get(
+            names,
+            max(0.0, deadline - clock()),
+            prefix_only=ticket.is_prefix,
+            search_range=sorted({tier for tier in tiers if tier is not None}),
+            recompute_s=None if recompute_s is None else recompute_s / num_ranks,
+        )
+        codes = [max(map(_code, results[i * num_ranks : (i + 1) * num_ranks])) for i in range(len(wanted))]
+        arrived = [result for result in results if isinstance(result, Chunk)]
+        try:
+            with self._lock:
+                if not self._stack.keeps_hot and not ticket.is_over:
+                    self._stack.hot.put_many(arrived)
+                # Not the results: what the tier keeps is what a load is going to find, and may be another copy.
+                self._hold(ticket, chain, wanted, codes)
+        finally:
+            for chunk in arrived:
+                chunk.release()
+
+    def _num_affordable(self, num_ranks: int) -> int:
+        """How many more chunks are likely to find room: what does not is not worth reading, nor pushing others out for."""
+        figures = self._stack.hot.stats()
+        mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))  # of unknown size, a byte at least
+        return self._room.left_bytes // (mean_bytes * num_ranks)
+
+
+def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
+    """Numbers of the chunks that were found for all ranks; with `is_prefix` only those in front of the first that was not."""
+    if is_prefix:
+        num_found = next((i for i, what in enumerate(found) if what is None), len(found))
+        return range(num_found // num_ranks)
+    return [i for i in range(len(found) // num_ranks) if None not in found[i * num_ranks : (i + 1) * num_ranks]]
+
+
+def _code(result: Result) -> int:
+    """Where a rank's chunk came from; what has come by another way meanwhile is hot."""
+    return _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT
