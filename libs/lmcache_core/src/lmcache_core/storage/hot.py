@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
@@ -36,6 +36,27 @@ class BoundedMemory(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes handed out, alignment included."""
+
+
+class HeldChunk(NamedTuple):
+    """What there is to tell of a chunk that a tier holds.
+
+    Attributes:
+        num_bytes: Of the whole record.
+        stored_at: When it was stored, seconds since the epoch; None: not known.
+        num_holders: References on its memory beside the tier's own: readers, pins, writes to slower tiers.
+        lossy: Whether its encoding has lost something.
+    """
+
+    num_bytes: int
+    stored_at: float | None
+    num_holders: int
+    lossy: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> HeldChunk:
+        """From a chunk that its tier holds."""
+        return cls(chunk.num_bytes, chunk.stored_at, chunk.memory.get_ref_count() - 1, chunk.lossy)
 
 
 class LocalCPUBackend(StorageBackend):
@@ -69,6 +90,7 @@ class LocalCPUBackend(StorageBackend):
         self._allocator = allocator
         self._memory: BoundedMemory = allocator
         self._on_removed = on_removed
+        self._clock = clock
         self._lock = threading.Lock()
         self._table = HotTable(Ledger(policy, limits, clock))
         self._num_failed_allocations = 0
@@ -163,6 +185,17 @@ class LocalCPUBackend(StorageBackend):
         with self._lock:
             return [(key, chunk.num_bytes) for key, chunk in self._table.items() if self._table.find(key) is not None]
 
+    def hottest(self) -> list[tuple[ChunkKey, int]]:
+        """Like `held`, roughly what would be evicted last first."""
+        with self._lock:
+            return [(chunk.key, chunk.num_bytes) for chunk in self._table.hottest()]
+
+    def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
+        """What there is to tell of chunks. Does not count as an access."""
+        with self._lock:
+            found = [(key, self._table.find(key)) for key in keys]
+            return [self._table.miss(key) if chunk is None else HeldChunk.of(chunk) for key, chunk in found]
+
     def clear_now(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant); the number of chunks."""
         with self._lock:
@@ -233,7 +266,10 @@ class LocalCPUBackend(StorageBackend):
             is_admitted = self._table.admits(chunk, memory_obj.metadata.phy_size, gone)
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
-                self._table.put(chunk if is_ours else chunk.moved(memory_obj, self.name))
+                kept = chunk if is_ours else chunk.moved(memory_obj, self.name)
+                if kept.stored_at is None:
+                    kept.stored_at = self._clock()
+                self._table.put(kept)
         if not is_admitted:
             memory_obj.ref_count_down()
         self._report(gone)

@@ -106,6 +106,11 @@ class HotTable:
             self._drop(key)
             yield key
 
+    def hottest(self) -> list[Chunk]:
+        """Everything that may be served, roughly what would be given up last first."""
+        coldest_first = [self.find(key) for key in self._ledger.coldest_first()]
+        return [chunk for chunk in reversed(coldest_first) if chunk is not None]
+
     def items(self) -> ItemsView[ChunkKey, Chunk]:
         """Everything held, chunks whose time is over included."""
         return self._chunks.items()

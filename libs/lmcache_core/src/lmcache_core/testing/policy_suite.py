@@ -71,6 +71,15 @@ class PolicySuite:
         assert next(filled.victims()) == first
         assert set(filled.victims()) == set(KEYS)
 
+    def test_the_coldest_come_first_and_telling_changes_nothing(self, filled: EvictionPolicy) -> None:
+        before = next(iter(filled.victims()))
+        order = filled.coldest_first()
+        assert sorted(order, key=KEYS.index) == list(KEYS)
+        assert filled.coldest_first() == order
+        assert next(iter(filled.victims())) == before
+        num_unread = NUM_KEYS - len(KEYS[::3])
+        assert set(order[num_unread:]) == set(KEYS[::3]), "what was read is hotter than what was not"
+
     def test_what_was_declined_is_not_the_next_one_to_go(self, filled: EvictionPolicy) -> None:
         declined, second = islice(filled.victims(), 2)
         assert next(filled.victims()) == second

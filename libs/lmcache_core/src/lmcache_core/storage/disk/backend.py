@@ -18,7 +18,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.disk.documented import DocumentedDiskMethods, PutTasks
 from lmcache_core.storage.disk.files import DiskFiles
-from lmcache_core.storage.disk.index import DiskIndex
+from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.pool import FilePool, wait_all
@@ -180,6 +180,10 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk that would be served now."""
         return self._index.held()
+
+    def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
+        """What is known of chunks without touching a file; `corrupt` for one that was damaged and set aside. Not an access."""
+        return self._index.peek_many(keys)
 
     def stats(self) -> dict[str, int]:
         """See `StorageBackend.stats`."""

@@ -12,6 +12,9 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.disk.layout import charged_bytes
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
+from lmcache_core.storage.eviction.recent import RecentEvictions
+
+_NEVER_STORED = Miss(MissReason.NEVER_STORED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,7 @@ class DiskIndex:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
+        self._damaged = RecentEvictions()
         self._entry_bytes = 0
         self._reserved_bytes = 0
         self._tenants_reserved_bytes: dict[str, int] = {}
@@ -76,6 +80,17 @@ class DiskIndex:
                 if self._live(key) is not None:
                     self._ledger.access(key)
             return [self._live(key) or self._miss(key) for key in keys]
+
+    def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
+        """Like `find_many`, but not an access, and `corrupt` for one that was damaged and has not come back since."""
+        with self._lock:
+            found = [self._live(key) or self._miss(key) for key in keys]
+            return [self._damaged.miss(key) if entry == _NEVER_STORED else entry for key, entry in zip(keys, found, strict=True)]
+
+    def note_damage(self, key: ChunkKey) -> None:
+        """A record that is no longer held was damaged; remembered for whoever asks why it is gone."""
+        with self._lock:
+            self._damaged.add(key, MissReason.CORRUPT)
 
     def find(self, key: ChunkKey) -> DiskEntry | Miss:
         """The entry to read, which counts as an access, or why there is none."""
@@ -244,6 +259,7 @@ class DiskIndex:
             entry = replace(entry, stored_at=self._clock())
         self._entries[key] = entry
         self._entry_bytes += entry.charge
+        self._damaged.discard(key)
         self._ledger.add(key, entry.charge, entry.stored_at)
 
     def _pop(self, key: ChunkKey) -> None:

@@ -259,6 +259,7 @@ class DiskStore:
                 return Miss(MissReason.EVICTED)
             if not is_missing:
                 self._quarantine.take(self._layout.record(key), entry.charge)
+                self._index.note_damage(key)
         self._on_removed(key)
         self._counters.add("missing_files" if is_missing else "corrupt_chunks")
         if is_missing:

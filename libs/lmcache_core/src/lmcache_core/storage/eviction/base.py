@@ -48,5 +48,9 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def coldest_first(self) -> list[ChunkKey]:
+        """All known keys, roughly in the order of `victims`: those that were never read again before the others. Changes nothing."""
+
+    @abstractmethod
     def __len__(self) -> int:
         """Keys known now."""

@@ -109,6 +109,10 @@ class Ledger:
             return self._policy.victims()
         return self._tenants.victims_of(tenant)
 
+    def coldest_first(self) -> list[ChunkKey]:
+        """See `EvictionPolicy.coldest_first`."""
+        return self._policy.coldest_first()
+
     def quota(self, tenant: str) -> int | None:
         """Bytes that this tenant may take, None for as much as there is."""
         return None if self._quotas is None else self._quotas.of(tenant)

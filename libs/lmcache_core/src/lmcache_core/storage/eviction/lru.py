@@ -40,5 +40,9 @@ class LRUPolicy(EvictionPolicy):
             if key in self._order:
                 self._order.move_to_end(key)
 
+    def coldest_first(self) -> list[ChunkKey]:
+        """See `EvictionPolicy.coldest_first`."""
+        return list(self._order)
+
     def __len__(self) -> int:
         return len(self._order)

@@ -105,5 +105,9 @@ class TenantPolicy(EvictionPolicy):
         share = self._shares.get(tenant)
         return 0 if share is None else share.used_bytes
 
+    def coldest_first(self) -> list[ChunkKey]:
+        """See `EvictionPolicy.coldest_first`."""
+        return self._policy.coldest_first()
+
     def __len__(self) -> int:
         return len(self._policy)

@@ -102,6 +102,11 @@ class S3FIFOPolicy(EvictionPolicy):
                 if key in self._small or key in self._main:
                     self._declined[key] = _Held(self._take(key).num_bytes)
 
+    def coldest_first(self) -> list[ChunkKey]:
+        """See `EvictionPolicy.coldest_first`."""
+        proven = {**self._main, **self._declined}
+        return [key for queue in (self._small, proven) for key in sorted(queue, key=lambda key: queue[key].num_reads)]
+
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues())
 

@@ -88,5 +88,9 @@ class S3LRUPolicy(EvictionPolicy):
             if key in self._small or key in self._main:
                 self.on_access(key)
 
+    def coldest_first(self) -> list[ChunkKey]:
+        """See `EvictionPolicy.coldest_first`."""
+        return [*self._small, *self._main]
+
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
