@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.sidecar.connection import SidecarConnection
-from lmcache_core.sidecar.messages import Hello, HelloOk
+from lmcache_core.sidecar.messages import Hello
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ class SidecarLink:
         path: The sidecar's socket.
         hello: What to say at each connection.
         timeout_s: Deadline of connecting, and of calls that name none.
-        on_connected: Called with the sidecar's welcome before the connection can be seen, maybe in a background thread.
+        on_connected: Called with each connection before others can see it, maybe in a background thread. One on which it fails is none.
     """
 
-    def __init__(self, path: Path, hello: Hello, timeout_s: float, on_connected: Callable[[HelloOk], None]) -> None:
+    def __init__(self, path: Path, hello: Hello, timeout_s: float, on_connected: Callable[[SidecarConnection], None]) -> None:
         self._path = path
         self._hello = hello
         self._timeout_s = timeout_s
@@ -107,7 +107,7 @@ class SidecarLink:
     def _connect(self) -> None:
         connection = SidecarConnection(self._path, self._hello, self._timeout_s)
         connection.open()
-        self._on_connected(connection.welcome)
+        self._on_connected(connection)
         with self._lock:
             if not self._closing.is_set():
                 self._current, self._connected_at = connection, time.monotonic()

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from lmcache_core.concurrency import Workers
-from lmcache_core.errors import ProtocolError, RecordError, UnavailableError
-from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
-from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
+from lmcache_core.errors import ProtocolError, UnavailableError
+from lmcache_core.keys import CacheEngineKey, ChunkChain
+from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import Chunk, MissReason, decode_head
+from lmcache_core.record import Chunk, MissReason, Staged
 from lmcache_core.sidecar import messages as m
+from lmcache_core.sidecar.answers import fitted_chains, fitted_ticket, miss_reason, pinned_chunk, reserved_extents, staged_chunks
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent
 from lmcache_core.sidecar.link import SidecarLink
@@ -30,6 +31,8 @@ CALL_MARGIN_S = 0.5
 """What an answer may take beyond the deadline that the sidecar was given."""
 TURN_S = 0.5
 """Longest wait for other threads' requests before a call does without the cache."""
+STAGE_TIMEOUT_S = 0.25
+"""Longest wait for a word about tickets: a scheduler asks, and everything waits for it."""
 
 A = TypeVar("A", bound=m.Message)
 
@@ -43,14 +46,24 @@ class SidecarChunkStore:
         timeout_s: Longest wait for chunks from the sidecar's tiers.
         counters: Where misses are counted.
         workers: Threads that check digests; opened and closed by their owner.
+        describe: Given the sidecar's salt, says how this client names KV; None: the sidecar is not told.
     """
 
-    def __init__(self, path: Path, hello: m.Hello, timeout_s: float, counters: Counters, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hello: m.Hello,
+        timeout_s: float,
+        counters: Counters,
+        workers: Workers | None = None,
+        describe: Callable[[str], m.Describe] | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._counters = counters
         self._workers = workers or Workers("lmcache-digest")
         self._on_salt: Callable[[str], None] = lambda salt: None
-        self._link = SidecarLink(path, hello, timeout_s, lambda welcome: self._on_salt(welcome.salt))
+        self._describe = describe
+        self._link = SidecarLink(path, hello, timeout_s, self._greeted)
 
     def open(self, on_salt: Callable[[str], None]) -> None:
         """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's salt at each connection."""
@@ -83,6 +96,31 @@ class SidecarChunkStore:
         if connection is not None:
             for batch in m.split_batches([key.canonical() for key in keys]):
                 self._ask(connection, m.Prefetch(batch), m.PrefetchOk)
+
+    def stage(
+        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+    ) -> Staged | None:
+        """See `ChunkStore.stage`; waits at most `STAGE_TIMEOUT_S`, and as long for its turn. More than `m.MAX_CHAINS` are a ValueError."""
+        if len(chains) > m.MAX_CHAINS:
+            raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
+        connection = self._link.connection
+        if connection is None or m.STAGE not in connection.welcome.capabilities:
+            return None
+        asked = fitted_chains(chains)
+        request = m.Stage(fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s))
+        answer = self._ask(connection, request, m.StageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
+        staged = None if answer is None else staged_chunks(answer, asked, chains)
+        if answer is not None and staged is None:
+            self._give_up(connection, "the sidecar answered Stage for other chunks")
+        return staged
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        """See `ChunkStore.unstage`; what cannot be said now the sidecar finds out by itself."""
+        connection = self._link.connection
+        if connection is not None and m.STAGE in connection.welcome.capabilities:
+            for at in range(0, len(tickets), m.MAX_BATCH):
+                batch = tuple(map(fitted_ticket, tickets[at : at + m.MAX_BATCH]))
+                self._ask(connection, m.Unstage(batch), m.UnstageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
@@ -131,8 +169,11 @@ class SidecarChunkStore:
         return chunks
 
     def reject(self, chunk: Chunk) -> None:
-        """See `ChunkStore.reject`: the chunk is the sidecar's; every load from its arena is checked as this one was."""
+        """See `ChunkStore.reject`: the sidecar looks for itself, and serves the chunk no more if it is so."""
         logger.warning("chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash)
+        extent = chunk.memory
+        if isinstance(extent, ArenaExtent) and extent.is_lent and m.REJECT in extent.connection.welcome.capabilities:
+            self._ask(extent.connection, m.Reject((extent.handle,)), m.RejectOk)
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
@@ -155,6 +196,13 @@ class SidecarChunkStore:
     def _deadline_ms(self) -> int:
         return max(1, int(self._timeout_s * 1000))
 
+    def _greeted(self, connection: SidecarConnection) -> None:
+        """Before anybody else can use the connection."""
+        welcome = connection.welcome
+        self._on_salt(welcome.salt)
+        if self._describe is not None and m.DESCRIBE in welcome.capabilities:
+            connection.call(self._describe(welcome.salt), m.DescribeOk)
+
     def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
         extents: list[MemoryObj | None] = []
@@ -163,18 +211,11 @@ class SidecarChunkStore:
             answer = self._ask(connection, m.Reserve(sizes), m.ReserveOk)
             if answer is None:
                 return []
-            fits = [
-                given is None or _is_inside(connection, given[1], size) for given, size in zip(answer.reservations, sizes, strict=False)
-            ]
-            if len(answer.reservations) != len(sizes) or not all(fits):
+            given = reserved_extents(connection, answer, shapes, dtype)
+            if given is None:
                 self._give_up(connection, "the sidecar answered Reserve with memory that nobody asked for or that is not there")
                 return []
-            for given, shape, size in zip(answer.reservations, shapes, sizes, strict=True):
-                if given is None:
-                    extents.append(None)
-                    continue
-                metadata = MemoryObjMetadata(tuple(shape), dtype, given[1], size, 1, MemoryFormat.KV_BLOB)
-                extents.append(ArenaExtent.reserved(connection, given[0], given[1], metadata))
+            extents = given
         finally:
             connection.let_go(len(sizes) - sum(extent is not None for extent in extents))
         return extents
@@ -182,8 +223,7 @@ class SidecarChunkStore:
     def _pin(
         self, connection: SidecarConnection, keys: Sequence[CacheEngineKey], recompute_s: float | None, check_later: bool
     ) -> tuple[list[Chunk], str]:
-        recompute_us = 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
-        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms, recompute_us)
+        request = m.Pin(tuple(key.canonical() for key in keys), self._deadline_ms, _microseconds(recompute_s))
         good: list[Chunk] = []
         connection.hold(len(keys))
         try:
@@ -191,9 +231,9 @@ class SidecarChunkStore:
             answer = self._ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
-            reason: str = _reason(answer.miss_reason)
+            reason: str = miss_reason(answer.miss_reason)
             for key, pinned in zip(keys, answer.chunks, strict=False):
-                chunk = _checked(connection, key, pinned)
+                chunk = pinned_chunk(connection, key, pinned)
                 if chunk is None:
                     reason = MissReason.CORRUPT
                     break
@@ -203,6 +243,7 @@ class SidecarChunkStore:
             else:
                 num_intact = connection.verifier.num_intact(good, self._workers)
                 if num_intact < len(good):
+                    self.reject(good[num_intact])
                     good, reason = good[:num_intact], MissReason.CORRUPT
             rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
             if rejected:
@@ -246,30 +287,9 @@ class SidecarChunkStore:
         self._link.lost(connection, ProtocolError(why), 0.0)
 
 
+def _microseconds(recompute_s: float | None) -> int:
+    return 0 if recompute_s is None else max(1, min(int(recompute_s * 1e6), m.MAX_RECOMPUTE_US))
+
+
 def _lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:
     return [memory for memory in memories if isinstance(memory, ArenaExtent) and memory.is_lent]
-
-
-def _is_inside(connection: SidecarConnection, offset: int, length: int) -> bool:
-    return offset >= 0 and length >= 0 and offset + length <= connection.arena.size
-
-
-def _reason(text: str) -> str:
-    """A miss reason of the sidecar's; one that we do not know reads as `unavailable`."""
-    if not text:
-        return MissReason.NEVER_STORED
-    return text if text in MissReason.__members__.values() else MissReason.UNAVAILABLE
-
-
-def _checked(connection: SidecarConnection, key: CacheEngineKey, pinned: m.PinnedChunk) -> Chunk | None:
-    if not _is_inside(connection, pinned.offset, pinned.length):
-        return None
-    try:
-        header, payload_bytes = decode_head(pinned.head, key)
-    except RecordError as exc:
-        logger.warning("the sidecar served a damaged record head: %s", exc.reason)
-        return None
-    if payload_bytes != pinned.length:
-        return None
-    memory = ArenaExtent.pinned(connection, pinned.pin, pinned.offset, pinned.length)
-    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, pinned.head, memory, pinned.tier)
