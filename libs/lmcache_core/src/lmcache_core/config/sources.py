@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
 from lmcache_core.config.legacy import DEFAULT_DISK_GB
 from lmcache_core.config.options import Option, did_you_mean, shown
@@ -89,6 +87,8 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 def _parse_yaml(text: bytes, path: str) -> Any:
     """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a file may hold a secret."""
+    import yaml  # here, since a process that reads no file may be without it
+
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
@@ -132,6 +132,8 @@ def _parse(option: Option, text: str) -> Any:
 
 def _parse_foreign(text: str) -> Any:
     """Lists, mappings and truth values are written as in YAML; whatever is none is text."""
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -28,23 +28,25 @@ class RaisingGuard:
 
 
 class DegradingGuard:
-    """Ends the call quietly, logged and counted, whatever failed in it; wrong arguments (`ValueError`) are raised all the same.
+    """Ends the call quietly, logged and counted, whatever failed in it.
 
     This is the degrading wrapper among the places where any exception is caught.
 
     Args:
         counters: Where failed calls are counted, by operation.
+        raised: What is raised all the same; by default wrong arguments (`ValueError`).
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, raised: tuple[type[Exception], ...] = (ValueError,)) -> None:
         self._counters = counters
+        self._raised = raised
 
     @contextmanager
     def __call__(self, operation: str) -> Iterator[None]:
         """See `Guard.__call__`."""
         try:
             yield
-        except ValueError:
+        except self._raised:
             raise
         except Exception:
             self._counters.add(FAILED_CALLS_TOTAL, 1, operation)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmcache_core.concurrency import Workers
@@ -20,7 +22,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec, raw_header
+from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec, payload_digest, raw_header
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
@@ -46,6 +48,7 @@ class KVTransfer:
         metadata: What the KV is.
         counters: Where chunks are counted.
         workers: Threads for digests.
+        unit_tokens: Tokens behind what the connector counts as one: more than 1 where it moves whole blocks.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class KVTransfer:
         metadata: LMCacheEngineMetadata,
         counters: Counters,
         workers: Workers,
+        unit_tokens: int = 1,
     ) -> None:
+        self._unit_tokens = unit_tokens
         self._store = store
         self._gpu_connector = gpu_connector
         self._describes = gpu_connector if isinstance(gpu_connector, DescribesTensors) else None
@@ -65,8 +70,12 @@ class KVTransfer:
         self._workers = workers
         self._loaded_with_loss = LoadedWithLoss()
 
-    def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> None:
-        """Copy these chunks out of the serving engine and make them visible, as many from the first as there is memory for."""
+    def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
+        """Copy these chunks out of the serving engine and make them visible, as many from the first as there is memory for.
+
+        Returns:
+            Of each whether it is visible now.
+        """
         shapes = [self._gpu_connector.get_shape(end - start) for start, end, _ in named]
         reserved = self._store.reserve(shapes, self._dtype)
         put: list[Chunk] = []
@@ -81,19 +90,24 @@ class KVTransfer:
                     self._gpu_connector.from_gpu(memory, start, end, **kwargs)
                 filled.append(self._describe(key, memory, end - start))
             put = [chunk.sealed_with(digest.result()) for chunk, digest in zip(filled, digests, strict=True)] if digests else filled
-            self._count_stored(put, self._store.put(put), len(named))
+            stored = self._store.put(put)
+            self._count_stored(put, stored, len(named))
         finally:
             wait(digests)  # memory that is given back must not be read any more
             self._store.release(put)
             self._store.abort([memory for memory in reserved[len(put) :] if memory is not None])
+        return stored + [False] * (len(named) - len(stored))
 
-    def load(self, named: Sequence[NamedChunk], recompute_s: float | None, kwargs: dict[str, Any]) -> int:
+    def load(
+        self, named: Sequence[NamedChunk], recompute_s: float | None, kwargs: dict[str, Any], wanted: tuple[int, int] | None = None
+    ) -> int:
         """Copy chunks into the serving engine.
 
         Args:
             named: Which; in order.
             recompute_s: What computing one of them anew costs, None when not known.
             kwargs: For the GPU connector.
+            wanted: First token, one behind the last, to be written; of chunks that reach beyond, only the part inside. None: everything.
 
         Returns:
             How many, from the first, are there now.
@@ -103,7 +117,7 @@ class KVTransfer:
         try:
             for (start, end, key), chunk in zip(named, chunks, strict=False):
                 reason = self._misfit(chunk, key, end - start)
-                if reason is None and not self._copy(chunk, start, end, kwargs):
+                if reason is None and not self._copy_wanted(chunk, start, end, kwargs, wanted):
                     reason = MissReason.CORRUPT
                     self._store.reject(chunk)
                 if reason is not None:
@@ -151,6 +165,17 @@ class KVTransfer:
             digest.abandon()
             raise
 
+    def _copy_wanted(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any], wanted: tuple[int, int] | None) -> bool:
+        """As `_copy`, but only what is wanted."""
+        low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
+        if (low, high) == (start, end):
+            return self._copy(chunk, start, end, kwargs)
+        if chunk.is_unchecked and payload_digest(chunk.memory.byte_array) != chunk.header.digest:
+            return False
+        if low < high:
+            self._gpu_connector.to_gpu(self._part(chunk, end - start, low - start, high - start), low, high, **kwargs)
+        return True
+
     def _copy(self, chunk: Chunk, start: int, end: int, kwargs: dict[str, Any]) -> bool:
         """Copy a chunk into the serving engine; False when its bytes do not have its digest, where that was still to be checked."""
         kv = self._as_kv(chunk, end - start)
@@ -193,12 +218,24 @@ class KVTransfer:
         shape = torch.Size(self._gpu_connector.get_shape(num_tokens))
         return BytesBufferMemoryObj(chunk.memory.byte_array, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
 
+    def _part(self, chunk: Chunk, num_tokens: int, low: int, high: int) -> MemoryObj:
+        """Tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
+        whole = np.frombuffer(chunk.memory.byte_array, np.uint8)
+        specs = self._tensors(high - low)
+        part = np.zeros(specs[-1].offset + specs[-1].length, np.uint8)
+        for spec, of_whole in zip(specs, self._tensors(num_tokens), strict=True):
+            token_bytes = of_whole.length // math.prod(of_whole.shape[:-1])
+            tokens = whole[of_whole.offset : of_whole.offset + of_whole.length].reshape(-1, num_tokens, token_bytes)
+            part[spec.offset : spec.offset + spec.length] = tokens[:, low:high].reshape(-1)
+        shape = torch.Size(self._gpu_connector.get_shape(high - low))
+        return BytesBufferMemoryObj(part.data, MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB))
+
     def _count_stored(self, chunks: Sequence[Chunk], stored: Sequence[bool], num_wanted: int) -> None:
         self._counters.add(STORED_CHUNKS_TOTAL, sum(stored))
         self._counters.add(STORED_BYTES_TOTAL, sum(c.memory.get_size() for c, kept in zip(chunks, stored, strict=True) if kept))
         self._counters.add(UNSTORED_CHUNKS_TOTAL, num_wanted - sum(stored))
 
     def _count_retrieved(self, chunk: Chunk, num_tokens: int) -> None:
-        self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens, chunk.tier)
+        self._counters.add(RETRIEVED_TOKENS_TOTAL, num_tokens * self._unit_tokens, chunk.tier)
         self._counters.add(RETRIEVED_CHUNKS_TOTAL, 1, chunk.tier)
         self._counters.add(RETRIEVED_BYTES_TOTAL, chunk.memory.get_size(), chunk.tier)

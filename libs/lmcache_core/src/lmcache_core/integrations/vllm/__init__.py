@@ -1,0 +1,32 @@
+"""The KV connector for vLLM 0.24 and later.
+
+How to use it: `docs/vllm.md`.
+
+| file | concern |
+|---|---|
+| `connector.py` | vLLM's interface: hands each call to one of the two sides |
+| `scheduler.py`, `requests.py`, `names.py` | the scheduler's side: what a request can load, what it is to store |
+| `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
+| `plan.py` | what the two sides tell each other |
+| `groups.py`, `identity.py`, `weights.py` | what the KV is |
+| `options.py`, `stores.py` | configuration, and the chunk store behind it |
+| `events.py`, `stats.py` | KV events, figures |
+
+Only `connector.py`, `events.py` and `stats.py` import vLLM, so that the rest can be tested without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmcache_core.integrations.vllm.connector import LMCacheConnector
+
+__all__ = ["LMCacheConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.connector"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,251 @@
+"""vLLM's connector interface: each call goes to the scheduler's or a worker's side.
+
+The cache is never in vLLM's way: what fails inside a call is logged and counted, and the call answers as if nothing were cached. Only a
+configuration that cannot work is refused, when the engine starts.
+
+Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.32; what differs between them is asked for by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.events import StoredEvents
+from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size
+from lmcache_core.integrations.vllm.identity import Roots, identity_of
+from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
+from lmcache_core.integrations.vllm.plan import StepPlan, WorkerReport
+from lmcache_core.integrations.vllm.scheduler import SchedulerSide
+from lmcache_core.integrations.vllm.sources import HIT_SOURCE, hit_sources
+from lmcache_core.integrations.vllm.stats import LMCachePromMetrics, LMCacheStats, StatsTaker
+from lmcache_core.integrations.vllm.stores import OpenStore, open_store
+from lmcache_core.integrations.vllm.worker import WorkerSide
+from lmcache_core.telemetry import Counters
+
+logger = logging.getLogger(__name__)
+
+HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
+"""Since 0.30 a failed load of a model with several cache groups can be reported; before, such a model has one group for us."""
+BASES = (base.KVConnectorBase_V1, base.SupportsHMA) if HAS_TRANSFER_RESULTS else (base.KVConnectorBase_V1,)
+
+
+class LMCacheConnector(*BASES):  # type: ignore[misc]
+    """See the package's documentation and `docs/vllm.md`.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's cache groups.
+
+    Raises:
+        ConfigError: An option is wrong.
+        ValueError: A chunk would not be whole blocks.
+    """
+
+    _cache_hit_source = HIT_SOURCE
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._counters = Counters()
+        self._guard = DegradingGuard(self._counters, raised=())
+        self._taker = StatsTaker(self._counters)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._open_store: OpenStore | None = None
+        self._events: StoredEvents | None = None
+        options = _options_of(vllm_config)
+        try:
+            self._open(vllm_config, kv_cache_config, options)
+        except LayoutError as exc:
+            logger.error("this model is served without the cache: %s", exc)
+
+    def _open(self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
+        groups = cache_groups(kv_cache_config)
+        check_chunk_size(groups, options.engine.chunk_size)
+        if len(groups) > 1:
+            options = replace(options, load=ASYNC)  # a synchronous load that fails could not be reported
+        identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
+        roots = Roots(identity)
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        rank = vllm_config.parallel_config.rank if self.role is base.KVConnectorRole.WORKER else 0
+        metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
+        self._open_store = open_store(engine_id, options.engine, metadata, self._counters, roots.use_salt)
+        store = self._open_store.store
+        if self.role is base.KVConnectorRole.WORKER:
+            self._worker = WorkerSide(options, groups, identity, rank, store, self._counters, self._guard)
+            return
+        _warn_of_policy(vllm_config)
+        self._scheduler = SchedulerSide(options, groups, identity, store, roots)
+        events = vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(group.block_size for group in groups)
+            self._events = StoredEvents(options.engine.chunk_size, hash_block_size, identity.num_ranks)
+            self._scheduler.on_planned = self._events.planned
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a miss later, nothing more."""
+        return False
+
+    def shutdown(self) -> None:
+        """See the interface."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._open_store is not None:
+            self._open_store.close()
+
+    def get_kv_connector_stats(self) -> LMCacheStats | None:
+        """See the interface."""
+        return self._taker.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheStats:
+        """See the interface."""
+        return LMCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> LMCachePromMetrics:
+        """See the interface."""
+        return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout that `kv_cache_layout` asks for; any will do."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        layout: str | None = extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
+        return layout
+
+    def on_new_request(self, request: Any) -> None:
+        """See the interface."""
+        if self._scheduler is not None:
+            with self._guard("new_request"):
+                self._scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the interface."""
+        answer: tuple[int | None, bool] = (0, False)
+        if self._scheduler is not None:
+            with self._guard("lookup"):
+                answer = self._scheduler.num_matched(request, num_computed_tokens)
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the interface."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """See the interface."""
+        origins = {} if self._scheduler is None else self._scheduler.origins_of(request, num_external_tokens)
+        return hit_sources(origins)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        """See the interface."""
+        return StepPlan() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the interface."""
+        report: WorkerReport | None = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None:
+            with self._guard("step"):
+                self._scheduler.step_done(report, connector_output.finished_recving or ())
+        if self._events is not None and report is not None:
+            self._events.reported(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the interface; blocks may be freed at once, since stores have ended when their step has."""
+        if self._scheduler is not None:
+            with self._guard("finish"):
+                self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """See the interface."""
+        return self.request_finished(request, [])
+
+    def take_events(self) -> Iterable[Any]:
+        """See the interface."""
+        return () if self._events is None else self._events.take()
+
+    def reset_cache(self) -> bool:
+        """Weights may have been replaced: nothing that is cached is used from now on. It stays in the store, for others."""
+        if self._scheduler is not None:
+            self._scheduler.begin_epoch()
+        return True
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See the interface."""
+        if self._worker is None:
+            return
+        try:
+            self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
+        except LayoutError as exc:
+            logger.error("this worker neither loads nor stores: %s", exc)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the interface."""
+        if self._worker is not None:
+            self._worker.begin_loads(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: what a step needs has been loaded before it."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: chunks are copied out once, when the step has ended."""
+
+    def wait_for_save(self) -> None:
+        """See the interface."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.store(self._plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See the interface."""
+        return None, self._take_received()[0] or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See the interface (0.30 and later)."""
+        received, failed = self._take_received()
+        told_by_block = self._worker is None or self._worker.reports_blocks
+        return base.KVConnectorTransferResults(finished_recving=received, failed_recving=set() if told_by_block else failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the interface."""
+        return set() if self._worker is None else self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """See the interface."""
+        return None if self._worker is None else self._worker.take_report()
+
+    @property
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def _take_received(self) -> tuple[set[str], set[str]]:
+        return (set(), set()) if self._worker is None else self._worker.take_received()
+
+
+def _options_of(vllm_config: Any) -> ConnectorOptions:
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return read_options(extra, vllm_config.device_config.device_type, vllm_config.parallel_config.world_size)
+
+
+def _warn_of_policy(vllm_config: Any) -> None:
+    policy = getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        logger.warning(
+            'kv_load_failure_policy is "%s": a request whose KV is lost on the way then ends with an error; "recompute" computes it',
+            policy,
+        )

@@ -1,0 +1,115 @@
+"""vLLM's cache groups: layers that share a block table, as far as they can be cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_core.errors import LayoutError
+
+NULL_BLOCK = 0
+"""vLLM's placeholder: a block that a request does not have (any more)."""
+FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """One group.
+
+    Attributes:
+        number: Its place among the groups that are cached.
+        index: Its number in vLLM.
+        name: Its part of the chunk's key; "" where it is the only one.
+        block_size: Tokens in a block.
+        window: Tokens that its layers look back, themselves included; None: all.
+        layers: Names of its layers.
+        specs: vLLM's description of each of these layers.
+    """
+
+    number: int
+    index: int
+    name: str
+    block_size: int
+    window: int | None
+    layers: tuple[str, ...]
+    specs: tuple[Any, ...]
+
+    def num_dropped_tokens(self, num_computed: int) -> int:
+        """How many tokens, from the first, no longer have their KV in a block once so many are computed and another step begins."""
+        return 0 if self.window is None else max(0, num_computed - self.window + 1)
+
+    def first_needed_token(self, num_computed: int) -> int:
+        """The first token whose KV the next token after `num_computed` looks at."""
+        return self.num_dropped_tokens(num_computed)
+
+    def describe(self) -> str:
+        """Text that differs when a block of this group means something else."""
+        layers = ",".join(_described(spec) for spec in self.specs)
+        return f"{self.name!r}:block={self.block_size};window={self.window};{layers}"
+
+
+def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """The groups of a model.
+
+    Args:
+        kv_cache_config: vLLM's `KVCacheConfig`.
+
+    Raises:
+        LayoutError: A group's state is not one KV per token (state-space layers, for example): such a model is not cached.
+    """
+    wanted = [(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
+    if not wanted:
+        raise LayoutError("the model has no KV cache")
+    groups = []
+    for number, (index, group) in enumerate(wanted):
+        specs = _layer_specs(group)
+        kinds = {type(spec).__name__ for spec in specs}
+        if not kinds <= FULL_SPECS | WINDOW_SPECS or getattr(group, "host_resident", False):
+            raise LayoutError(f"cache group {index} is of {', '.join(sorted(kinds))}: only full and sliding-window attention can be cached")
+        windows = {spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs}
+        sizes = {spec.block_size for spec in specs}
+        if len(windows) != 1 or len(sizes) != 1:
+            raise LayoutError(f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they must be the same")
+        window = windows.pop()
+        name = "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
+        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), specs))
+    return tuple(groups)
+
+
+def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
+    """Refuse chunks that are not whole blocks.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for group in groups:
+        if chunk_size % group.block_size:
+            fitting = -(-chunk_size // group.block_size) * group.block_size
+            raise ValueError(
+                f"chunk_size={chunk_size} is not a multiple of vLLM's block size {group.block_size}: "
+                f'set "lmcache.chunk_size" to {fitting} in kv_connector_extra_config, or change --block-size'
+            )
+
+
+def blocks_of(table: Sequence[int], group: CacheGroup, chunk_size: int, first: int, num_chunks: int) -> tuple[int, ...]:
+    """The blocks of consecutive chunks; `NULL_BLOCK` where the table has none."""
+    per_chunk = chunk_size // group.block_size
+    begin, end = first * per_chunk, (first + num_chunks) * per_chunk
+    blocks = tuple(table[begin:end])
+    return blocks + (NULL_BLOCK,) * (end - begin - len(blocks))
+
+
+def _layer_specs(group: Any) -> tuple[Any, ...]:
+    """The description of each layer: a group of layers of different shapes has one for each."""
+    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if by_layer is None:
+        return (group.kv_cache_spec,) * len(group.layer_names)
+    return tuple(by_layer[name] for name in group.layer_names)
+
+
+def _described(spec: Any) -> str:
+    names = ("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes", "kv_quant_mode")
+    facts = (getattr(spec, name, None) for name in names)
+    return f"{type(spec).__name__}({','.join(str(fact) for fact in facts)})"

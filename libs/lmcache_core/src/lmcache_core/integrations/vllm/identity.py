@@ -1,0 +1,171 @@
+"""What the KV of a vLLM engine is: model, weights, layout, ranks; and the root of a request's chunk names."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
+from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_version, model_fingerprint, options_fingerprint
+from lmcache_core.token_database.hashing import identity_root
+
+FMT = "vllm"
+MAX_ADAPTERS = 1024
+
+
+@dataclass(frozen=True)
+class KVIdentity:
+    """What the KV is, the same in all processes of an engine.
+
+    Attributes:
+        metadata: For the root of the chain of chunk hashes; its shape is that of the first group on one worker.
+        num_ranks: Workers whose KV of a token differs.
+        replicas: Neighbouring workers that hold the same bytes; the first of them stores.
+    """
+
+    metadata: LMCacheEngineMetadata
+    num_ranks: int
+    replicas: int
+
+    def rank_of(self, worker_rank: int) -> int:
+        """Which KV a worker has."""
+        return worker_rank // self.replicas
+
+    def stores(self, worker_rank: int) -> bool:
+        """Whether that worker stores for all that hold the same."""
+        return worker_rank % self.replicas == 0
+
+
+def identity_of(
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str
+) -> KVIdentity:
+    """Describe the KV of an engine; `release` is vLLM's version.
+
+    Raises:
+        LayoutError: It depends on more than tokens and weights, or is spread over workers in a way that is not supported.
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise LayoutError(f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot be cached")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise LayoutError("calculate_kv_scales: the scales of quantised KV then depend on what an engine saw first, so it cannot be shared")
+    replicas = _replicas(vllm_config, kv_cache_config)
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
+    spec = groups[0].specs[0]
+    shape = (len(groups[0].layers), 2, options.engine.chunk_size, spec.num_kv_heads, spec.head_size)
+    metadata = LMCacheEngineMetadata(
+        options.model_name or _short_name(model.model),
+        num_ranks,
+        0,
+        FMT,
+        str(spec.dtype),
+        shape,
+        revision=options.revision or model_fingerprint(model.model, model.revision, model.hf_config),
+        layout=_layout_text(vllm_config, groups, options, release),
+    )
+    return KVIdentity(metadata, num_ranks, replicas)
+
+
+class Roots:
+    """The root of the chunk names of a request: of its adapter and salt, and of the tenant's.
+
+    Args:
+        identity: What the KV is.
+    """
+
+    def __init__(self, identity: KVIdentity) -> None:
+        self._metadata = identity.metadata
+        self._salt: str | None = None
+        self._epoch = ""
+        self._adapters: dict[tuple[str, str], tuple[object, str]] = {}
+
+    @property
+    def version(self) -> tuple[str | None, str]:
+        """Changes when roots do: names made under another version are to be made anew."""
+        return self._salt, self._epoch
+
+    def use_salt(self, salt: str) -> None:
+        """The tenant's salt; nothing can be named before it is known."""
+        self._salt = salt
+
+    def begin_epoch(self) -> None:
+        """The model computes other KV from now on (its weights have been replaced): nothing that was named before is found again."""
+        self._epoch = secrets.token_hex(16)
+
+    def root_of(self, request: Any) -> bytes | None:
+        """The root for a vLLM request; None while the tenant's salt is not known."""
+        if self._salt is None:
+            return None
+        metadata = replace(self._metadata, adapter=self._adapter_of(getattr(request, "lora_request", None)))
+        cache_salt = getattr(request, "cache_salt", None) or ""
+        salt = self._salt
+        if cache_salt or self._epoch:
+            salt = f"{len(salt)}:{salt};{len(cache_salt)}:{cache_salt};{self._epoch}"
+        return identity_root(metadata, salt)
+
+    def base_root(self) -> bytes | None:
+        """The root of requests without adapter and without a salt of their own."""
+        return None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
+
+    def _adapter_of(self, lora: Any) -> str:
+        if lora is None:
+            return ""
+        name, path = str(lora.lora_name), str(lora.lora_path)
+        version = adapter_version(path)
+        known = self._adapters.get((name, path))
+        if known is None or known[0] != version:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                self._adapters.clear()
+            known = (version, f"{name}@{adapter_fingerprint(path)}")
+            self._adapters[name, path] = known
+        return known[1]
+
+
+def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Workers that hold the same KV: all those of a latent (MLA); newer releases say so, also where there are fewer heads than workers."""
+    told = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if told is not None:
+        return int(told)
+    return int(vllm_config.parallel_config.tensor_parallel_size) if getattr(vllm_config.model_config, "use_mla", False) else 1
+
+
+def _short_name(model: str) -> str:
+    """The folder's own name, so that the same weights at two paths share; a hub's name is as it is."""
+    return model.rstrip("/").rsplit("/", 1)[-1] if model.startswith(("/", ".", "~")) else model
+
+
+def _layout_text(vllm_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    load = getattr(vllm_config, "load_config", None)
+    dummy = f"dummy-{model.seed}" if getattr(load, "load_format", "") == "dummy" else ""
+    draft = getattr(vllm_config, "speculative_config", None)
+    facts = {
+        "groups": "|".join(group.describe() for group in groups),
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "kv": vllm_config.cache_config.cache_dtype,
+        "model": model.dtype,
+        "quantization": model.quantization,
+        "dummy": dummy,
+        "draft": "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}",
+        "options": options_fingerprint(model.hf_config),
+        "blocks": _block_text(release) if options.layout == BLOCKS else "",
+    }
+    text = ";".join(f"{name}={value}" for name, value in facts.items())
+    return f"vllm/1;{options.layout};{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _block_text(release: str) -> str:
+    """What decides about the inside of a block that only vLLM can read: its release, and the instructions of this machine."""
+    cpu = f"{torch.backends.cpu.get_cpu_capability()},amx={torch.cpu._is_amx_tile_supported()}"
+    return f"{release};{platform.machine()};{cpu}"

@@ -1,0 +1,160 @@
+"""vLLM's KV tensors, as a GPU connector takes them, and as vLLM itself sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors import EngineMemory, KVLayout, LayerGroup, LogicalMemory, Order, Packing
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.options import BLOCKS
+
+MLA_SPEC = "MLAAttentionSpec"
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """The memory of one cache group on this worker.
+
+    Attributes:
+        layout: What a chunk holds of it.
+        kvcaches: Its tensors, as `PagedGPUConnector` takes them.
+        engine: The same memory through vLLM's own tensors, to judge the connector by.
+        unit_tokens: Tokens in one slot: 1, or a block where blocks are moved whole.
+    """
+
+    layout: KVLayout
+    kvcaches: tuple[torch.Tensor, ...]
+    engine: EngineMemory
+    unit_tokens: int
+
+
+def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks: int, mode: str) -> GroupMemory:
+    """Match vLLM's tensors with what a group is said to be.
+
+    Args:
+        group: The group.
+        tensors: The tensor of each layer, by name.
+        num_blocks: Blocks in each.
+        mode: "blocks" or "tokens", see `ConnectorOptions.layout`.
+
+    Raises:
+        LayoutError: They are something else.
+    """
+    missing = [name for name in group.layers if name not in tensors]
+    if missing:
+        raise LayoutError(f"vLLM registered no KV tensor for {', '.join(missing[:3])}")
+    layers = [tensors[name] for name in group.layers]
+    return _as_blocks(group, layers, num_blocks) if mode == BLOCKS else _as_tokens(group, layers, num_blocks)
+
+
+class BlockMemory:
+    """vLLM's tensors, a block at a time, whatever is inside.
+
+    Args:
+        layout: Layers of opaque blocks: what the connector declares "tokens" are blocks here.
+        tensors: vLLM's tensors, in the order of the layout's groups; the first dimension counts blocks.
+    """
+
+    def __init__(self, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._tensors: list[list[torch.Tensor]] = []
+        at = 0
+        for group in layout.groups:
+            self._tensors.append(list(tensors[at : at + group.num_layers]))
+            at += group.num_layers
+
+    @property
+    def layout(self) -> KVLayout:
+        """See `EngineMemory.layout`."""
+        return self._layout
+
+    def num_slots(self, group: int) -> tuple[int, int]:
+        """See `EngineMemory.num_slots`."""
+        return self._tensors[group][0].shape[0], 1
+
+    def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
+        """See `EngineMemory.write`."""
+        block = self._tensors[group][layer][slot]
+        block.copy_(cells.reshape(-1).view(block.dtype).view(block.shape))
+
+    def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
+        """See `EngineMemory.read`."""
+        block = self._tensors[group][layer][slot].cpu().contiguous()
+        return block.view(-1).view(torch.uint8).view(1, 1, -1)
+
+    def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
+        """See `EngineMemory.block_memory`."""
+        return [tensor[block] for tensor in self._tensors[group]]
+
+
+def _as_blocks(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
+    """Each block of a layer as one run of bytes."""
+    by_size: dict[int, list[int]] = {}
+    for i, tensor in enumerate(layers):
+        if tensor.shape[0] != num_blocks or not tensor[0].is_contiguous():
+            raise LayoutError(
+                f"layer {group.layers[i]}: {list(tensor.shape)} with strides {list(tensor.stride())}: not {num_blocks} contiguous blocks"
+            )
+        by_size.setdefault(tensor[0].numel() * tensor.element_size(), []).append(i)
+    is_one = len(by_size) == 1
+    groups = [
+        LayerGroup("" if is_one else str(number), len(members), 1, size, "uint8", sides=1)
+        for number, (size, members) in enumerate(by_size.items())
+    ]
+    layout = KVLayout(tuple(groups))
+    ordered = [layers[i] for members in by_size.values() for i in members]
+    return GroupMemory(layout, tuple(_bytes_of_blocks(tensor) for tensor in ordered), BlockMemory(layout, ordered), group.block_size)
+
+
+def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """`[num_blocks, 1, 1, bytes of a block]`, sharing memory."""
+    size = tensor[0].numel() * tensor.element_size()
+    step = tensor.stride(0) * tensor.element_size()
+    num_bytes = (tensor.shape[0] - 1) * step + size
+    elements = tensor.as_strided((num_bytes // tensor.element_size(),), (1,), tensor.storage_offset())
+    return elements.view(torch.uint8).as_strided((tensor.shape[0], 1, 1, size), (step, size, size, 1))
+
+
+def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
+    """Each token's K and V, whatever the order of vLLM's axes."""
+    shapes: dict[tuple[Any, ...], list[int]] = {}
+    for i, (tensor, spec) in enumerate(zip(layers, group.specs, strict=True)):
+        shapes.setdefault(_declared(group, tensor, spec, num_blocks), []).append(i)
+    is_one = len(shapes) == 1
+    groups = [
+        LayerGroup("" if is_one else str(number), len(members), heads, size, dtype, sides, order, packing)
+        for number, ((heads, size, dtype, sides, order, packing), members) in enumerate(shapes.items())
+    ]
+    layout = KVLayout(tuple(groups))
+    ordered = tuple(layers[i] for members in shapes.values() for i in members)
+    return GroupMemory(layout, ordered, LogicalMemory(layout, ordered), 1)
+
+
+def _declared(group: CacheGroup, tensor: torch.Tensor, spec: Any, num_blocks: int) -> tuple[Any, ...]:
+    """Heads, head size, dtype, sides, order and packing of a layer's tensor."""
+    heads, size, tokens = spec.num_kv_heads, spec.head_size, group.block_size
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    forms: dict[tuple[int, ...], tuple[Any, ...]]
+    if type(spec).__name__ == MLA_SPEC:
+        forms = {
+            (num_blocks, tokens, size): (1, size, dtype, 1, Order.NHD, Packing.SPLIT),
+            (num_blocks, 1, tokens, size): (1, size, dtype, 1, Order.HND, Packing.SPLIT),
+        }
+    else:
+        forms = {
+            (num_blocks, heads, tokens, 2 * size): (heads, size, dtype, 2, Order.HND, Packing.LAST_DIM),
+            (num_blocks, 2, tokens, heads, size): (heads, size, dtype, 2, Order.NHD, Packing.BLOCK_FIRST),
+            (2, num_blocks, tokens, heads, size): (heads, size, dtype, 2, Order.NHD, Packing.KV_FIRST),
+        }
+    form = forms.get(tuple(tensor.shape))
+    if form is None:
+        raise LayoutError(
+            f"a KV tensor {list(tensor.shape)} is not of {num_blocks} blocks of {tokens} tokens with {heads} heads of {size}: "
+            'set "lmcache.layout" to "blocks", which moves blocks as they are'
+        )
+    return form

@@ -1,0 +1,106 @@
+"""How much of a request the chunk store can give, and keeps until it has been loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.engine import ChunkStore
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
+from lmcache_core.keys import ChunkChain
+from lmcache_core.record import StagedFrom
+
+MAX_WINDOW_TRIES = 8
+"""How often a shorter prefix is tried when chunks of a window are missing."""
+WINDOW_TICKET = "/window"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What can be loaded.
+
+    Attributes:
+        num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and stay there.
+        origins: Where each of them was found, by the values of `StagedFrom`.
+    """
+
+    num_chunks: int
+    origins: bytes = b""
+
+
+class Offers:
+    """Asks the store. Nothing here waits for a tier.
+
+    Args:
+        store: The chunk store.
+        identity: What the KV is.
+        groups: The cache groups.
+        chunk_size: Tokens in a chunk.
+    """
+
+    def __init__(self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int) -> None:
+        self._store = store
+        self._model_name = identity.metadata.model_name
+        self._num_ranks = identity.num_ranks
+        self._chunk_size = chunk_size
+        self._whole = [group for group in groups if group.window is None]
+        self._windowed = [group for group in groups if group.window is not None]
+
+    def ask(self, ticket: str, hashes: Sequence[bytes], num_tokens: int, recompute_s: float | None) -> tuple[Offer, bool]:
+        """What there is now of these chunks, and whether nothing more will come.
+
+        Args:
+            ticket: Names the request; ask again with it to hear how far a lift is.
+            hashes: Names of its chunks.
+            num_tokens: How many tokens of it can be loaded at most.
+            recompute_s: What computing one chunk anew costs; None: not known.
+        """
+        packed = b"".join(hashes)
+        if not self._whole:
+            return self._shortened_to_windows(ticket, packed, len(hashes), b"", num_tokens, recompute_s)
+        chains = [self._chain(group, packed) for group in self._whole]
+        staged = self._store.stage(ticket, chains, recompute_s=recompute_s)
+        if staged is None:
+            return Offer(0), True
+        num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
+        origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
+        if not staged.is_ready or not self._windowed:
+            return Offer(num_chunks, origins), staged.is_ready
+        return self._shortened_to_windows(ticket, packed, num_chunks, origins, num_tokens, recompute_s)
+
+    def give_back(self, tickets: Sequence[str]) -> None:
+        """What these requests were offered need not be kept any longer."""
+        if tickets:
+            self._store.unstage([*tickets, *(ticket + WINDOW_TICKET for ticket in tickets if self._windowed)])
+
+    def _shortened_to_windows(
+        self, ticket: str, packed: bytes, num_chunks: int, origins: bytes, num_tokens: int, recompute_s: float | None
+    ) -> tuple[Offer, bool]:
+        """The longest prefix whose windows are there too: a windowed group needs only the chunks that the next token looks at."""
+        for _ in range(MAX_WINDOW_TRIES):
+            if num_chunks == 0:
+                break
+            end = min(num_chunks * self._chunk_size, num_tokens)
+            firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
+            chains = [self._chain(group, packed[32 * first : 32 * num_chunks]) for group, first in zip(self._windowed, firsts, strict=True)]
+            staged = self._store.stage(ticket + WINDOW_TICKET, chains, is_prefix=False, recompute_s=recompute_s)
+            if staged is None:
+                return Offer(0), True
+            missing = [first + tiers.rfind(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=True) if 0 in tiers]
+            if not missing:
+                return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks), True
+            if not staged.is_ready:
+                return Offer(0), False
+            num_chunks = max(missing)
+            origins = origins[:num_chunks]
+        return Offer(0), True
+
+    def _chain(self, group: CacheGroup, packed: bytes) -> ChunkChain:
+        return ChunkChain(FMT, self._model_name, self._num_ranks, group.name, packed)
+
+
+def _num_leading(tiers: bytes) -> int:
+    """How many chunks, from the first, are there."""
+    first_missing = tiers.find(StagedFrom.NOWHERE)
+    return len(tiers) if first_missing < 0 else first_missing

@@ -1,0 +1,93 @@
+"""Options of the connector: `kv_connector_extra_config`, a file, and the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.config.engine_config import OPTIONS
+from lmcache_core.config.options import did_you_mean
+from lmcache_core.config.sources import ENV_PREFIX, read_environment
+from lmcache_core.errors import ConfigError
+
+PREFIX = "lmcache."
+SYNC, ASYNC = "sync", "async"
+BLOCKS, TOKENS = "blocks", "tokens"
+AUTO = "auto"
+OWN_OPTIONS = ("load", "layout", "kv_cache_layout", "model_name", "revision", "config_file")
+KNOWN = (*OWN_OPTIONS, *OPTIONS)
+TIER_OPTIONS = ("sidecar_socket", "max_local_cpu_size", "local_disk", "remote_url")
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """Options, checked.
+
+    Attributes:
+        engine: Options of the cache.
+        load: When KV is loaded: "sync", before the forward pass of the request's first step; or "async", while the request waits and
+            others go on.
+        layout: What a chunk holds: "tokens", so that engines with other block sizes and layouts can use it; or "blocks", vLLM's blocks as
+            they are, for backends that pack their inside.
+        kv_cache_layout: Layout to ask vLLM for, in its words; None: whatever it likes.
+        model_name: Name under which KV is shared; None: the model's.
+        revision: Revision of the weights; None: their fingerprint.
+    """
+
+    engine: LMCacheEngineConfig
+    load: str
+    layout: str
+    kv_cache_layout: str | None = None
+    model_name: str | None = None
+    revision: str | None = None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether loads run beside the engine's steps."""
+        return self.load == ASYNC
+
+
+def read_options(extra: Mapping[str, Any], device: str, num_workers: int) -> ConnectorOptions:
+    """The options of an engine.
+
+    Args:
+        extra: `kv_connector_extra_config`: options of `LMCacheEngineConfig` and those above, with or without the prefix "lmcache.".
+        device: Type of vLLM's device: on "cpu", blocks are packed.
+        num_workers: Workers of the engine.
+
+    Raises:
+        ConfigError: An option is unknown, or its value impossible.
+    """
+    named = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX) or name in KNOWN}
+    unknown = [name for name in named if name not in KNOWN]
+    if unknown:
+        raise ConfigError(f"kv_connector_extra_config: {PREFIX}{unknown[0]} is no option{did_you_mean(unknown[0], KNOWN)}")
+    own = {name: named.pop(name, None) for name in OWN_OPTIONS}
+    load = _one_of("load", own["load"] or AUTO, (AUTO, SYNC, ASYNC))
+    layout = _one_of("layout", own["layout"] or AUTO, (AUTO, BLOCKS, TOKENS))
+    if load == AUTO:
+        load = SYNC if device == "cpu" and num_workers == 1 else ASYNC
+    if layout == AUTO:
+        layout = BLOCKS if device == "cpu" else TOKENS
+    engine = _engine_config(own["config_file"], named)
+    return ConnectorOptions(engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"])
+
+
+def _engine_config(config_file: str | None, named: Mapping[str, Any]) -> LMCacheEngineConfig:
+    """The cache's options: the file's or the environment's, and over them what stands in the extra config."""
+    base = LMCacheEngineConfig.from_file(config_file) if config_file else LMCacheEngineConfig.from_env()
+    in_environment = {name.removeprefix(ENV_PREFIX).lower() for name in read_environment()}
+    if not config_file and in_environment.isdisjoint((*TIER_OPTIONS, "config_file")) and set(named).isdisjoint(TIER_OPTIONS):
+        raise ConfigError(
+            f'kv_connector_extra_config names no place for KV: set "{PREFIX}sidecar_socket" to the socket of the pod\'s sidecar, or '
+            f'"{PREFIX}max_local_cpu_size" to some GB for a cache inside vLLM'
+        )
+    return LMCacheEngineConfig(**{name: getattr(base, name) for name in OPTIONS} | dict(named) | {"save_unfull_chunk": False})
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of {', '.join(choices)}")
+    return str(value)

@@ -1,0 +1,82 @@
+"""What the scheduler's side and the workers tell each other, each step. Picklable, and free of token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ChunkRun:
+    """Consecutive chunks of one request in one cache group.
+
+    Attributes:
+        group: Number of the group among those that are cached (`CacheGroup.number`).
+        first: Number of the first chunk in the request.
+        hashes: Chunk hashes, 32 bytes each.
+        block_ids: vLLM's blocks of all these chunks, in their order; 0 where there is none (any more).
+    """
+
+    group: int
+    first: int
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """KV that a worker is to put into vLLM's blocks.
+
+    Attributes:
+        request_id: Whose.
+        begin: First token that vLLM does not have.
+        end: One behind the last token that it was promised.
+        runs: The chunks that overlap `[begin, end)`, one run for each group.
+        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load is over before the forward pass.
+        recompute_s: What computing one chunk anew costs; None: not known.
+    """
+
+    request_id: str
+    begin: int
+    end: int
+    runs: tuple[ChunkRun, ...]
+    is_async: bool
+    recompute_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Store:
+    """Chunks that are complete in vLLM's blocks once this step's forward pass has run."""
+
+    request_id: str
+    runs: tuple[ChunkRun, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything that a worker is to do in one step."""
+
+    loads: tuple[Load, ...] = ()
+    stores: tuple[Store, ...] = ()
+
+
+@dataclass
+class WorkerReport:
+    """What workers did in one step.
+
+    Attributes:
+        failed: Requests of which a load failed.
+        stored: How many workers have each chunk (group, hash) stored now.
+        is_out: A worker cannot use its KV memory: nothing is to be loaded.
+    """
+
+    failed: set[str] = field(default_factory=set)
+    stored: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    is_out: bool = False
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """This report and that of another worker as one."""
+        self.failed |= other.failed
+        self.is_out |= other.is_out
+        for chunk, count in other.stored.items():
+            self.stored[chunk] = self.stored.get(chunk, 0) + count
+        return self

@@ -1,0 +1,277 @@
+"""The scheduler's side: what each request can load, what is to be stored after each step. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lmcache_core.engine import ChunkStore
+from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.names import ChunkNames, spans_of
+from lmcache_core.integrations.vllm.offers import Offer, Offers
+from lmcache_core.integrations.vllm.options import ConnectorOptions
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store, WorkerReport
+from lmcache_core.integrations.vllm.requests import RequestState
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.002
+"""A request that waits for a lift is asked about in every step; the store not more often than this."""
+PATIENCE_MARGIN_S = 0.5
+"""What the store may take beyond its own deadline before a request goes on with what is there."""
+
+WHOLE_OFFER_S = 60.0
+PARTIAL_OFFER_S = 1.0
+"""A request that has waited longer for its turn is looked up again."""
+
+OnStored = Callable[[RequestState, ChunkRun], None]
+
+
+class SchedulerSide:
+    """Answers vLLM's scheduler. Called by one thread.
+
+    Args:
+        options: Options.
+        groups: The cache groups.
+        identity: What the KV is.
+        store: The chunk store; opened and closed by its owner.
+        roots: Roots of chunk names; knows the salt once the store does.
+    """
+
+    def __init__(
+        self, options: ConnectorOptions, groups: Sequence[CacheGroup], identity: KVIdentity, store: ChunkStore, roots: Roots
+    ) -> None:
+        self._options = options
+        self._groups = tuple(groups)
+        self._chunk_size = options.engine.chunk_size
+        self._block_size = max(group.block_size for group in groups)
+        self._num_workers = identity.num_ranks * identity.replicas
+        self._offers = Offers(store, identity, groups, self._chunk_size)
+        self._roots = roots
+        self._states: dict[str, RequestState] = {}
+        self._loads: dict[str, RequestState] = {}
+        self._sync_loaded: list[str] = []
+        self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
+        self._step_began: tuple[int, float] | None = None
+        self._is_out = False
+        self.on_planned: OnStored | None = None
+
+    def new_request(self, request: Any) -> None:
+        """A request has come: what it needs begins to be lifted while it waits for its turn."""
+        state = self._state_of(request)
+        if not state.gave_up:
+            self._ask(state)
+
+    def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
+        """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None: not known yet, ask again."""
+        state = self._state_of(request)
+        state.num_local = num_local
+        if state.gave_up or state.is_loading or self._is_out:
+            return 0, False
+        if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(state):
+            self._end_offer(state)
+        if state.offer is None:
+            self._ask(state)
+            if state.offer is None:
+                return (None, False) if state.asked_at is not None else (0, False)
+        num_tokens = self._end_of(state, state.offer) - num_local
+        if num_tokens < self._block_size:
+            return 0, False
+        return num_tokens, self._options.is_async
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        """vLLM has given a request its blocks; `num_external` tokens of them are to be loaded."""
+        state = self._state_of(request)
+        if state.is_loading:
+            return  # the second call for an asynchronous load: nothing new
+        if num_external == 0:
+            self._end_offer(state)
+            return
+        assert state.offer is not None, "tokens that nobody offered are to be loaded"
+        state.set_blocks(self._groups, block_ids)
+        state.load = (state.num_local, state.num_local + num_external)
+        state.stored = [state.offer.num_chunks] * len(self._groups)
+        state.is_loading = self._options.is_async
+        self._loads[state.request_id] = state
+
+    def origins_of(self, request: Any, num_external: int) -> dict[int, int]:
+        """How many of the tokens that are to be loaded came from where, by the values of `StagedFrom`."""
+        state = self._states.get(request.request_id)
+        if state is None or state.offer is None or state.load is None:
+            return {}
+        counts: dict[int, int] = {}
+        begin, end = state.load[0], state.load[0] + num_external
+        for i, origin in enumerate(state.offer.origins):
+            tokens = min(end, (i + 1) * self._chunk_size) - max(begin, i * self._chunk_size)
+            if tokens > 0:
+                counts[origin] = counts.get(origin, 0) + tokens
+        return counts
+
+    def plan_step(self, output: Any) -> StepPlan:
+        """What the workers are to do in this step.
+
+        Args:
+            output: vLLM's `SchedulerOutput`.
+        """
+        loads = tuple(self._planned_load(state) for state in self._loads.values())
+        self._loads.clear()
+        has_sync = any(not load.is_async for load in loads)
+        self._sync_loaded += [load.request_id for load in loads if not load.is_async]
+        # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
+        scheduled = list(self._scheduled(output))
+        stores = () if has_sync and self._num_workers > 1 else tuple(self._stores(scheduled))
+        num_tokens = output.total_num_scheduled_tokens
+        self._step_began = (num_tokens, time.monotonic()) if num_tokens >= MIN_PREFILL_TOKENS and not loads else None
+        return StepPlan(loads, stores)
+
+    def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
+        """What the workers said after a step.
+
+        Args:
+            report: Their report; None when there was nothing to say.
+            received: Requests whose asynchronous load is over, on all workers.
+        """
+        if self._step_began is not None:
+            num_tokens, began = self._step_began
+            self._prefill.note(num_tokens, time.monotonic() - began)
+            self._step_began = None
+        over = list(self._sync_loaded)
+        self._sync_loaded.clear()
+        for request_id in received:
+            over.append(request_id)
+            state = self._states.get(request_id)
+            if state is not None:
+                state.is_loading = False
+                state.forget_offer()
+        if report is not None:
+            self._is_out |= report.is_out
+            for request_id in report.failed:
+                self._give_up(request_id)
+        self._offers.give_back(over)
+
+    def finished(self, request: Any) -> None:
+        """A request has ended, or was aborted."""
+        state = self._states.pop(request.request_id, None)
+        self._loads.pop(request.request_id, None)
+        if state is not None and not state.is_loading:
+            self._offers.give_back([state.request_id])
+
+    def begin_epoch(self) -> None:
+        """Whatever has been stored so far is not asked for again, and what runs now is not stored: the weights may be other ones."""
+        self._roots.begin_epoch()
+        for state in self._states.values():
+            state.gave_up = state.is_outdated = True
+
+    def _state_of(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = RequestState(request, stored=[0] * len(self._groups))
+            self._states[request.request_id] = state
+        return state
+
+    def _name(self, state: RequestState) -> ChunkNames | None:
+        """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet)."""
+        request = state.request
+        if state.is_outdated:
+            return None
+        if state.names is None or state.names_version != self._roots.version:
+            root, spans = self._roots.root_of(request), spans_of(request)
+            if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
+                return None
+            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), self._roots.version
+            state.stored = [0] * len(self._groups)
+        state.names.extend(request.all_token_ids)
+        return state.names
+
+    def _ask(self, state: RequestState) -> None:
+        """Ask the store for what a request can load; its answer is `state.offer`, or None while more may come."""
+        now = time.monotonic()
+        if state.asked_at is not None and now - state.polled_at < POLL_S:
+            return
+        state.polled_at = now
+        names = self._name(state)
+        if names is None or not names.hashes:
+            state.asked_at = None
+            return
+        recompute_s = self._prefill.recompute_s(self._chunk_size)
+        offer, is_final = self._offers.ask(state.request_id, names.hashes, self._limit_of(state), recompute_s)
+        first_asked = state.asked_at if state.asked_at is not None else now
+        if is_final or now - first_asked > self._options.engine.tier_timeout_s + PATIENCE_MARGIN_S:
+            state.offer, state.asked_at = offer, None
+            state.stored = [max(stored, offer.num_chunks) for stored in state.stored]
+        else:
+            state.asked_at = first_asked
+
+    def _limit_of(self, state: RequestState) -> int:
+        """How many tokens can be loaded at most: the forward pass needs one, for which vLLM itself cares in an asynchronous load."""
+        return int(state.request.num_tokens) - (0 if self._options.is_async else 1)
+
+    def _end_of(self, state: RequestState, offer: Offer) -> int:
+        return min(offer.num_chunks * self._chunk_size, self._limit_of(state))
+
+    def _shelf_life_s(self, state: RequestState) -> float:
+        """How long an offer is good: others may have stored more meanwhile, or the store may keep it no longer."""
+        assert state.offer is not None
+        is_whole = state.names is not None and state.offer.num_chunks == len(state.names.hashes)
+        return WHOLE_OFFER_S if is_whole else PARTIAL_OFFER_S
+
+    def _end_offer(self, state: RequestState) -> None:
+        if state.offer is not None or state.asked_at is not None:
+            self._offers.give_back([state.request_id])
+            state.forget_offer()
+
+    def _planned_load(self, state: RequestState) -> Load:
+        assert state.load is not None
+        begin, end = state.load
+        whole_blocks = -(-end // self._block_size) * self._block_size
+        runs = state.load_runs(self._groups, self._chunk_size, begin, end)
+        state.load = None
+        if not state.is_loading:
+            state.forget_offer()
+        return Load(state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self._prefill.recompute_s(self._chunk_size))
+
+    def _scheduled(self, output: Any) -> Iterable[tuple[RequestState, int]]:
+        """Follow the block tables; each scheduled request, and how many of its tokens have KV after this step."""
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                state.set_blocks(self._groups, new.block_ids)
+                state.drop_blocks(self._groups, new.num_computed_tokens)
+                yield state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.set_blocks(self._groups, block_ids)
+            elif block_ids is not None:
+                state.add_blocks(self._groups, block_ids)
+            state.drop_blocks(self._groups, num_computed)
+            yield state, num_computed + output.num_scheduled_tokens[request_id]
+
+    def _stores(self, scheduled: Iterable[tuple[RequestState, int]]) -> Iterable[Store]:
+        for state, num_tokens in scheduled:
+            request = state.request
+            num_known = len(request.all_token_ids) if self._options.engine.save_decode_cache else request.num_prompt_tokens
+            if num_tokens < self._chunk_size or not state.tables or self._name(state) is None:
+                continue
+            runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
+            if self.on_planned is not None:
+                for run in runs:
+                    self.on_planned(state, run)
+            if runs:
+                yield Store(state.request_id, tuple(runs))
+
+    def _give_up(self, request_id: str) -> None:
+        """A load has failed: offering it again could go on for ever. What the request computes instead is stored again."""
+        state = self._states.get(request_id)
+        if state is not None:
+            logger.warning("KV of request %s could not be loaded after all; it is computed", request_id)
+            state.gave_up = True
+            state.forget_offer()
+            state.stored = [0] * len(self._groups)

@@ -1,0 +1,98 @@
+"""Figures for vLLM's log line and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from lmcache_core.telemetry import (
+    FAILED_CALLS_TOTAL,
+    MISSED_CHUNKS_TOTAL,
+    RETRIEVED_BYTES_TOTAL,
+    RETRIEVED_CHUNKS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_BYTES_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+    Counters,
+)
+
+DESCRIBED = MappingProxyType(
+    {
+        RETRIEVED_TOKENS_TOTAL: "Tokens whose KV was loaded, on each worker.",
+        RETRIEVED_CHUNKS_TOTAL: "Chunks loaded.",
+        RETRIEVED_BYTES_TOTAL: "Bytes loaded.",
+        MISSED_CHUNKS_TOTAL: "Chunks that were to be loaded and could not be.",
+        STORED_CHUNKS_TOTAL: "Chunks stored.",
+        STORED_BYTES_TOTAL: "Bytes stored.",
+        UNSTORED_CHUNKS_TOTAL: "Chunks that were to be stored and found no room.",
+        FAILED_CALLS_TOTAL: "Calls of the connector that failed inside; vLLM went on without the cache.",
+    }
+)
+PROMETHEUS_PREFIX = "vllm:"
+
+
+@dataclass
+class LMCacheStats(KVConnectorStats):
+    """How much the counters of `DESCRIBED` have grown, by name."""
+
+    data: dict[str, int] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """These figures and those of another worker, or a later time, as one."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return {name.removeprefix("lmcache_").removesuffix("_total"): amount for name, amount in self.data.items() if amount}
+
+
+class StatsTaker:
+    """Says how much counters have grown since it was last asked.
+
+    Args:
+        counters: Of one side of the connector.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._last: dict[str, int] = {}
+
+    def take(self) -> LMCacheStats | None:
+        """The growth; None when there is none."""
+        now = {name: self._counters.value(name) for name in DESCRIBED}
+        growth = {name: value - self._last.get(name, 0) for name, value in now.items() if value > self._last.get(name, 0)}
+        self._last = now
+        return LMCacheStats(data=growth) if growth else None
+
+
+class LMCachePromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter for each figure, named `vllm:lmcache_…`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kind = metric_types[Counter]
+        self._metrics = {}
+        for name, text in DESCRIBED.items():
+            metric = kind(name=PROMETHEUS_PREFIX + name.removesuffix("_total"), documentation=text, labelnames=labelnames)
+            self._metrics[name] = {index: metric.labels(*values) for index, values in per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what has happened."""
+        for name, amount in transfer_stats_data.items():
+            if name in self._metrics:
+                self._metrics[name][engine_idx].inc(amount)

@@ -1,0 +1,223 @@
+"""A worker's side: chunks between vLLM's blocks and the chunk store. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lmcache_core.concurrency import Workers
+from lmcache_core.engine import ChunkStore
+from lmcache_core.engine.guard import Guard
+from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
+from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
+from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
+from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
+from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
+from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
+from lmcache_core.integrations.vllm.options import ConnectorOptions
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.telemetry import Counters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One group's way between vLLM and the store."""
+
+    group: CacheGroup
+    memory: GroupMemory
+    transfer: KVTransfer
+
+
+class WorkerSide:
+    """Loads and stores for one worker. Called by one thread; asynchronous loads run in another.
+
+    Args:
+        options: Options.
+        groups: The cache groups.
+        identity: What the KV is.
+        rank: This worker's number among all of the engine.
+        store: The chunk store; opened and closed by its owner.
+        counters: What is counted.
+        guard: Stands around everything that vLLM must not feel.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        groups: Sequence[CacheGroup],
+        identity: KVIdentity,
+        rank: int,
+        store: ChunkStore,
+        counters: Counters,
+        guard: Guard,
+    ) -> None:
+        self._options = options
+        self._groups = tuple(groups)
+        self._identity = identity
+        self._kv_rank = identity.rank_of(rank)
+        self._stores = identity.stores(rank)
+        self._store = store
+        self._counters = counters
+        self._guard = guard
+        self._workers = Workers("lmcache-digest")
+        self._lanes: list[_Lane] = []
+        self._loads = LoadThread(self._load, self._refused)
+        self._sync_results: list[LoadResult] = []
+        self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
+        self._report = WorkerReport()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM does it.
+
+        Args:
+            kv_caches: The tensor of each layer, by name; nobody uses them yet.
+            num_blocks: Blocks in each.
+
+        Raises:
+            LayoutError: They are not what vLLM says that they are, or the pattern did not come back.
+        """
+        metadata = replace(self._identity.metadata, worker_id=self._kv_rank)
+        self._workers.open()
+        lanes = []
+        for group in self._groups:
+            memory = memory_of(group, kv_caches, num_blocks, self._options.layout)
+            is_on_device = memory.kvcaches[0].device.type != "cpu"
+            connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
+            described = replace(metadata, kv_dtype=memory.layout.kv_dtype)
+            transfer = KVTransfer(self._store, connector, described, self._counters, self._workers, memory.unit_tokens)
+            run_canary(connector, memory.kvcaches, memory.engine, transfer.through_store)
+            lanes.append(_Lane(group, memory, transfer))
+        self._lanes = lanes
+        self._loads.open()
+
+    def close(self) -> None:
+        """End what runs. Idempotent."""
+        self._loads.close()
+        self._workers.close()
+
+    @property
+    def reports_blocks(self) -> bool:
+        """Whether failed loads are told by block; with several groups vLLM cannot tell blocks apart, and hears of requests."""
+        return len(self._groups) == 1
+
+    def begin_loads(self, plan: StepPlan) -> None:
+        """Do the loads that this step waits for, begin the others."""
+        for load in plan.loads:
+            if load.is_async and self._lanes:
+                self._loads.submit(load)
+            elif load.is_async:
+                self._loads.refuse(load)
+            else:
+                self._sync_results.append(self._load(load))
+
+    def store(self, plan: StepPlan) -> None:
+        """Copy out what the step has completed; vLLM may use its blocks for something else when this returns."""
+        if any(not result.is_good for result in self._sync_results) or not self._stores or not self._lanes:
+            return  # what was computed behind KV that is not there is nobody's KV
+        with self._guard("store"), torch.inference_mode():
+            for store in plan.stores:
+                for run in store.runs:
+                    self._store_run(run)
+
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """Requests whose asynchronous load is over, and those of them of which it failed."""
+        results = self._loads.take_results()
+        for result in results:
+            self._note(result)
+        return {result.request_id for result in results}, {result.request_id for result in results if not result.is_good}
+
+    def take_bad_blocks(self) -> set[int]:
+        """vLLM's blocks that do not hold what they were to be loaded with; ends the step's synchronous loads."""
+        for result in self._sync_results:
+            self._note(result)
+        self._sync_results.clear()
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> WorkerReport | None:
+        """What the scheduler's side is to hear of this step; None when that is nothing."""
+        report, self._report = self._report, WorkerReport()
+        report.is_out = not self._lanes
+        return report if report.failed or report.stored or report.is_out else None
+
+    def _note(self, result: LoadResult) -> None:
+        self._bad_blocks |= result.bad_blocks
+        if not result.is_good:
+            self._report.failed.add(result.request_id)
+
+    def _load(self, load: Load) -> LoadResult:
+        first_bad: int | None = load.begin
+        with self._guard("retrieve"), torch.inference_mode():
+            if not self._lanes:
+                return self._refused(load)
+            bad = [token for run in load.runs if (token := self._load_run(run, load)) is not None]
+            first_bad = min(bad, default=None)
+        return self._result(load, first_bad)
+
+    def _refused(self, load: Load) -> LoadResult:
+        return self._result(load, load.begin)
+
+    def _result(self, load: Load, first_bad: int | None) -> LoadResult:
+        """A load's result; vLLM cannot tell the blocks of several groups apart, and then takes the whole request for failed."""
+        if first_bad is None:
+            return LoadResult(load.request_id, frozenset(), is_good=True)
+        bad: set[int] = set()
+        for run in load.runs if self.reports_blocks else ():
+            group = self._groups[run.group]
+            start = run.first * self._options.engine.chunk_size
+            bad |= set(run.block_ids[(first_bad - start) // group.block_size : -(-(load.end - start) // group.block_size)])
+        return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), is_good=False)
+
+    def _load_run(self, run: ChunkRun, load: Load) -> int | None:
+        """Load one group's chunks; the first token whose KV is not there, None when all is."""
+        lane = self._lanes[run.group]
+        chunk_size, unit = self._options.engine.chunk_size, lane.memory.unit_tokens
+        start = run.first * chunk_size
+        end = min(load.end, start + len(run.hashes) * chunk_size)
+        num_absent = next((i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK), len(run.block_ids))
+        begin = max(load.begin, start + num_absent * lane.group.block_size, start)
+        if NULL_BLOCK in run.block_ids[(begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)]:
+            logger.error("vLLM gave request %s no block for KV that is to be loaded", load.request_id)
+            return max(start, load.begin)
+        wanted = ((begin - start) // unit, (end - start) // unit)
+        num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane), wanted)
+        return None if num_loaded == len(run.hashes) else max(start + num_loaded * chunk_size, load.begin)
+
+    def _store_run(self, run: ChunkRun) -> None:
+        lane = self._lanes[run.group]
+        named = self._named(run, lane)
+        num_known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
+        stored = [True] * num_known
+        if num_known < len(named):
+            stored += lane.transfer.store(named[num_known:], self._arguments(run, lane))
+        for chunk_hash, is_stored in zip(run.hashes, stored, strict=True):
+            if is_stored:
+                self._report.stored[run.group, chunk_hash] = 1
+
+    def _named(self, run: ChunkRun, lane: _Lane) -> list[NamedChunk]:
+        """The chunks of a run; their places count from its first slot."""
+        units, metadata = self._units(lane.memory), self._identity.metadata
+        keys = (
+            CacheEngineKey(FMT, metadata.model_name, self._identity.num_ranks, self._kv_rank, digest.hex(), lane.group.name)
+            for digest in run.hashes
+        )
+        return [(i * units, (i + 1) * units, key) for i, key in enumerate(keys)]
+
+    def _arguments(self, run: ChunkRun, lane: _Lane) -> dict[str, Any]:
+        """The GPU connector's arguments."""
+        slots = torch.tensor(run.block_ids, dtype=torch.int64)
+        if lane.memory.unit_tokens == 1:
+            slots = (slots[:, None] * lane.group.block_size + torch.arange(lane.group.block_size)).reshape(-1)
+        return {"kvcaches": lane.memory.kvcaches, "slot_mapping": slots}
+
+    def _units(self, memory: GroupMemory) -> int:
+        """Slots of a chunk."""
+        return self._options.engine.chunk_size // memory.unit_tokens
