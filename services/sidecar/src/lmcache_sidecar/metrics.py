@@ -28,6 +28,12 @@ MISSED_CHUNKS_TOTAL: Final = "lmcache_sidecar_missed_chunks_total"
 STORED_CHUNKS_TOTAL: Final = "lmcache_sidecar_stored_chunks_total"
 STORED_BYTES_TOTAL: Final = "lmcache_sidecar_stored_bytes_total"
 REFUSED_CHUNKS_TOTAL: Final = "lmcache_sidecar_refused_chunks_total"
+DRAINED_CHUNKS_TOTAL: Final = "lmcache_sidecar_drained_chunks_total"
+HANDED_OVER_BYTES_TOTAL: Final = "lmcache_sidecar_handed_over_bytes_total"
+RECEIVED_CHUNKS_TOTAL: Final = "lmcache_sidecar_received_chunks_total"
+RECEIVED_BYTES_TOTAL: Final = "lmcache_sidecar_received_bytes_total"
+LABEL_OUTCOME: Final = "outcome"
+CORRUPT_CHUNKS_TOTAL: Final = "lmcache_sidecar_corrupt_chunks_total"
 
 DESCRIBED: Final = MappingProxyType(
     {
@@ -38,6 +44,11 @@ DESCRIBED: Final = MappingProxyType(
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),
         REFUSED_CHUNKS_TOTAL: Described("Reservations refused, for want of room or while draining."),
+        CORRUPT_CHUNKS_TOTAL: Described("Chunks that engines found damaged in shared memory, and that were; they are not served any more."),
+        DRAINED_CHUNKS_TOTAL: Described("Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME),
+        HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
+        RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended."),
+        RECEIVED_BYTES_TOTAL: Described("Bytes taken over from peers that ended."),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
         CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
         CODEC_ENCODED_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
+from lmcache_core.storage.staging import SWEEP_INTERVAL_S
 
-from lmcache_sidecar.socket.session import Session, SessionContext
+from lmcache_sidecar.socket.commons import Commons
+from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class SocketServer:
     def __init__(self, path: Path, context: SessionContext) -> None:
         self._path = path
         self._context = context
+        self._commons = Commons(context.tenant, context.arena.size)
         self._server: asyncio.Server | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._is_draining = False
@@ -42,6 +46,11 @@ class SocketServer:
     def sessions(self) -> list[Session]:
         """Clients that are connected now."""
         return list(self._sessions)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the arena that tickets of all clients hold."""
+        return self._commons.room.used_bytes
 
     async def open(self) -> None:
         """Listen.
@@ -59,6 +68,7 @@ class SocketServer:
             self._inode = self._path.stat().st_ino
         except OSError as exc:
             raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path") from exc
+        self._context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
 
     def refuse_stores(self) -> None:
         """From now on no client can store: the sidecar is draining."""
@@ -81,6 +91,10 @@ class SocketServer:
             if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
                 self._path.unlink()
 
+    async def _expire_tickets(self) -> None:
+        for session in self._sessions:
+            session.expire_tickets()
+
     async def _replace_dead_socket(self) -> None:
         try:
             if not stat.S_ISSOCK(self._path.lstat().st_mode):
@@ -97,7 +111,7 @@ class SocketServer:
         if len(self._sessions) >= MAX_CLIENTS or task is None:
             writer.close()
             return
-        session = Session(self._context)
+        session = Session(self._context, self._commons)
         if self._is_draining:
             session.refuse_stores()
         self._sessions[session] = task

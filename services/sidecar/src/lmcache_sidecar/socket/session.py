@@ -1,69 +1,50 @@
-"""One client of the socket: its reservations, its pins, and the answers to its requests."""
+"""One client of the socket: its reservations, its pins, its tickets, and the answers to its requests."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import IdentityError, ProtocolError, RecordError
-from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.memory import MemoryObj, SharedArena
-from lmcache_core.record import Chunk, Miss, MissReason, Result, decode_head
+from lmcache_core.errors import ProtocolError, RecordError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import MemoryObj
+from lmcache_core.record import Chunk, Miss, decode_head
 from lmcache_core.sidecar import messages as m
-from lmcache_core.storage.stack import TierStack
-from lmcache_core.telemetry import Counters
+from lmcache_core.storage.staging import Staging
 
 from lmcache_sidecar import metrics
+from lmcache_sidecar.socket.commons import Commons
+from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.names import check_chains
+from lmcache_sidecar.socket.pins import Pins, fit_for_one_answer
 
 logger = logging.getLogger(__name__)
 
-MAX_PINS = 16384
 MAX_RESERVATIONS = 16384
-MAX_PINNED_CHUNK_BYTES = 128
-"""A chunk in an answer to Pin, beside its head; tier names are short."""
+MAX_DESCRIPTIONS = 64
+MAX_REFUSAL_CHARS = 1024
 RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
 HOT_TIER = "Hot"
 
 
-@dataclass(frozen=True)
-class SessionContext:
-    """What all sessions of a sidecar share.
+class Session:
+    """State of one connection; `close` gives everything back.
 
-    Attributes:
-        stack: The tiers.
-        arena: The shared arena.
-        server: This sidecar's instance id.
-        tenant: Namespace of this pod's chunks.
-        verify_hot: What clients are to verify.
-        salt: Handed to every client.
-        timeout_s: Longest wait on the tiers for a lookup.
-        tasks: Owner of background lifts.
-        counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
+    Args:
+        context: What all sessions of the sidecar share.
+        commons: What those of one socket have in common.
     """
 
-    stack: TierStack
-    arena: SharedArena
-    server: str
-    tenant: str
-    verify_hot: str
-    salt: str
-    timeout_s: float
-    tasks: TaskSupervisor
-    counters: Counters
-
-
-class Session:
-    """State of one connection; `close` gives everything back."""
-
-    def __init__(self, context: SessionContext) -> None:
+    def __init__(self, context: SessionContext, commons: Commons) -> None:
         self._context = context
+        self._commons = commons
         self._ids: Iterator[int] = itertools.count(1)
         self._reserved: dict[int, MemoryObj] = {}
-        self._pinned: dict[int, Chunk] = {}
+        self._pins = Pins(context.stack.hot, self._ids)
+        self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
+        self._descriptions: dict[m.Describe, None] = {}
         self._reserved_bytes = 0
         self._is_draining = False
         self.hello: m.Hello | None = None
@@ -75,24 +56,39 @@ class Session:
             "client": hello.client if hello else "",
             "pid": hello.pid if hello else 0,
             "rank": hello.rank if hello else 0,
+            "world_size": hello.world_size if hello else 0,
             "model": hello.model if hello else "",
             "num_reservations": len(self._reserved),
             "reserved_bytes": self._reserved_bytes,
-            "num_pins": len(self._pinned),
+            "num_pins": len(self._pins),
+            "pinned_bytes": self._pins.num_bytes,
+            "num_tickets": self._staging.num_tickets,
         }
 
+    @property
+    def descriptions(self) -> tuple[m.Describe, ...]:
+        """How this client names KV, as far as it has said so; the last ones, at most `MAX_DESCRIPTIONS`."""
+        return tuple(self._descriptions)
+
     def refuse_stores(self) -> None:
-        """From now on every reservation is refused: the sidecar is draining."""
+        """From now on every reservation is refused and nothing is lifted for tickets: the sidecar is draining."""
         self._is_draining = True
+        self._staging.stop_lifting()
+
+    def expire_tickets(self) -> None:
+        """Forget tickets that the client no longer speaks about."""
+        self._staging.expire()
 
     def close(self) -> None:
-        """Give back every reservation and pin: the client is gone."""
+        """Give back every reservation, pin and promise: the client is gone."""
+        if self.hello is not None:
+            self._commons.leave(self.hello)
+            self.hello = None
+        self._staging.close()
         for memory in self._reserved.values():
             memory.ref_count_down()
-        for chunk in self._pinned.values():
-            chunk.release()
         self._reserved.clear()
-        self._pinned.clear()
+        self._pins.close()
         self._reserved_bytes = 0
 
     async def answer(self, request: m.Request) -> m.Answer:
@@ -120,6 +116,15 @@ class Session:
                 return await self._pin(request)
             case m.Release():
                 return self._release(request)
+            case m.Reject():
+                return await self._reject(request)
+            case m.Stage():
+                return self._stage(request)
+            case m.Unstage():
+                self._staging.unstage(request.tickets)
+                return m.UnstageOk()
+            case m.Describe():
+                return self._describe(request)
             case m.Stats():
                 return m.StatsOk(self._context.stack.stats())
 
@@ -127,10 +132,16 @@ class Session:
         if not hello.version_min <= m.VERSION <= hello.version_max:
             spoken = f"this sidecar speaks version {m.VERSION}, the client {hello.version_min} to {hello.version_max}"
             return m.Refused("version", spoken)
+        refusal = self._commons.greet(hello)
+        if refusal is not None:
+            logger.warning("a client is refused: %s", refusal)
+            return m.Refused("layout", refusal[:MAX_REFUSAL_CHARS])
         self.hello = hello
         context = self._context
         arena = context.arena
-        return m.HelloOk(m.VERSION, context.server, str(arena.path), arena.size, arena.generation, context.verify_hot, context.salt)
+        return m.HelloOk(
+            *(m.VERSION, context.server, str(arena.path), arena.size, arena.generation, context.verify_hot, context.salt), m.CAPABILITIES
+        )
 
     async def _lookup(self, request: m.Lookup) -> m.LookupOk:
         search_range = request.search_range or None
@@ -213,13 +224,12 @@ class Session:
         return memory
 
     async def _pin(self, request: m.Pin) -> m.PinOk:
-        if len(self._pinned) + len(request.keys) > MAX_PINS:
-            raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
+        self._pins.require_room(len(request.keys))
         names = self._names(request.keys)
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         timeout_s = request.deadline_ms / 1000
         got = await self._context.stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
-        results = _fit_for_one_answer(got)
+        results = fit_for_one_answer(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         pinned: list[m.PinnedChunk] = []
@@ -229,34 +239,34 @@ class Session:
                 return m.PinOk(tuple(pinned), result.reason)
             counters.add(metrics.LOADED_CHUNKS_TOTAL, 1, result.tier)
             counters.add(metrics.LOADED_BYTES_TOTAL, result.num_bytes, result.tier)
-            handle = next(self._ids)
-            self._pinned[handle] = result
-            memory = result.memory
-            pinned.append(m.PinnedChunk(handle, memory.metadata.address, memory.get_size(), result.head, result.tier))
+            pinned.append(self._pins.add(result))
         return m.PinOk(tuple(pinned), "")
 
     def _release(self, request: m.Release) -> m.ReleaseOk:
-        for handle in request.pins:
-            chunk = self._pinned.pop(handle, None)
-            if chunk is not None:
-                chunk.release()
+        self._pins.release(request.pins)
         return m.ReleaseOk()
 
+    async def _reject(self, request: m.Reject) -> m.RejectOk:
+        self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, await self._pins.reject(request.pins))
+        return m.RejectOk()
+
+    def _stage(self, request: m.Stage) -> m.StageOk:
+        check_chains(request.chains)
+        staged = self._staging.stage(
+            request.ticket,
+            request.chains,
+            deadline_s=request.deadline_ms / 1000,
+            is_prefix=request.is_prefix,
+            recompute_s=request.recompute_us / 1e6 if request.recompute_us else None,
+        )
+        return m.StageOk(staged.is_ready, staged.tiers)
+
+    def _describe(self, request: m.Describe) -> m.DescribeOk:
+        self._descriptions.pop(request, None)
+        self._descriptions[request] = None
+        if len(self._descriptions) > MAX_DESCRIPTIONS:
+            del self._descriptions[next(iter(self._descriptions))]
+        return m.DescribeOk()
+
     def _names(self, keys: tuple[bytes, ...]) -> list[ChunkKey]:
-        try:
-            return [ChunkKey(self._context.tenant, CacheEngineKey.from_canonical(key)) for key in keys]
-        except IdentityError as exc:
-            raise ProtocolError(str(exc)) from exc
-
-
-def _fit_for_one_answer(results: list[Result]) -> list[Result]:
-    """Heads of other writers may be large: chunks that one message cannot name are given back and count as misses."""
-    room = m.MAX_MESSAGE_BYTES
-    for i, result in enumerate(results):
-        room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0
-        if room < 0:
-            for surplus in results[i:]:
-                if isinstance(surplus, Chunk):
-                    surplus.release()
-            return [*results[:i], Miss(MissReason.NO_MEMORY)]
-    return results
+        return self._commons.names.names(keys)

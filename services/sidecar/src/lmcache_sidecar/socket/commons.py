@@ -1,0 +1,50 @@
+"""What the sessions of one socket have in common."""
+
+from __future__ import annotations
+
+from lmcache_core.sidecar import messages as m
+from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
+
+from lmcache_sidecar.socket.names import KeyMemo
+
+
+class Commons:
+    """Made by the server, handed to each session.
+
+    Args:
+        tenant: Namespace of this pod's chunks.
+        arena_bytes: Size of the arena.
+
+    Attributes:
+        names: Keys that were read.
+        room: What tickets of all clients may hold together.
+    """
+
+    def __init__(self, tenant: str, arena_bytes: int) -> None:
+        self.names = KeyMemo(tenant)
+        self.room = StagingRoom(arena_bytes // STAGED_SHARE)
+        self._greeted: list[m.Hello] = []
+
+    def greet(self, hello: m.Hello) -> str | None:
+        """A client says who it is; `leave` follows.
+
+        Two layouts under one name of a model would be a mistake somewhere: they could read one another's chunks. A client that names no
+        layout is not compared.
+
+        Returns:
+            Why it cannot be let in, None when it is in.
+        """
+        for other in self._greeted:
+            is_same_kv = (other.model, other.rank, other.world_size) == (hello.model, hello.rank, hello.world_size)
+            if is_same_kv and hello.layout and other.layout and hello.layout != other.layout:
+                return (
+                    f"model {hello.model!r}, rank {hello.rank} of {hello.world_size}: layout {hello.layout!r}, but the client with pid "
+                    f"{other.pid} has connected with layout {other.layout!r}; give one of them another model name or a sidecar of its own"
+                )
+        self._greeted.append(hello)
+        return None
+
+    def leave(self, hello: m.Hello) -> None:
+        """A client that was let in is gone."""
+        at = next(i for i, other in enumerate(self._greeted) if other is hello)
+        del self._greeted[at]

@@ -1,0 +1,116 @@
+"""Chunks that one client loads: kept in the arena until it gives them back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from lmcache_core.errors import ProtocolError, RecordError
+from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
+from lmcache_core.sidecar import messages as m
+from lmcache_core.storage.hot import LocalCPUBackend
+
+logger = logging.getLogger(__name__)
+
+MAX_PINS = 16384
+MAX_PINNED_CHUNK_BYTES = 128
+"""A chunk in an answer to Pin, beside its head; tier names are short."""
+
+
+class Pins:
+    """The pins of one client; each holds a reference.
+
+    Args:
+        hot: The tier in whose arena the chunks are.
+        ids: Where the names of pins come from.
+    """
+
+    def __init__(self, hot: LocalCPUBackend, ids: Iterator[int]) -> None:
+        self._hot = hot
+        self._ids = ids
+        self._chunks: dict[int, Chunk] = {}
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arena that are pinned; a chunk that is pinned twice counts twice."""
+        return sum(chunk.memory.metadata.phy_size for chunk in self._chunks.values())
+
+    def require_room(self, num_chunks: int) -> None:
+        """Refuse a client that pins without end.
+
+        Raises:
+            ProtocolError: So many more would be more than `MAX_PINS`.
+        """
+        if len(self._chunks) + num_chunks > MAX_PINS:
+            raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
+
+    def add(self, chunk: Chunk) -> m.PinnedChunk:
+        """Pin a chunk; its reference passes to this object."""
+        handle = next(self._ids)
+        self._chunks[handle] = chunk
+        return m.PinnedChunk(handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.head, chunk.tier)
+
+    def release(self, handles: Sequence[int]) -> None:
+        """Give pins back; unknown ones are passed over."""
+        for handle in handles:
+            chunk = self._chunks.pop(handle, None)
+            if chunk is not None:
+                chunk.release()
+
+    async def reject(self, handles: Sequence[int]) -> int:
+        """Check chunks of which the client says that they are damaged; those that are leave the hot tier. The pins stay.
+
+        Returns:
+            How many were damaged.
+        """
+        num_damaged = 0
+        for handle in handles:
+            chunk = self._chunks.get(handle)
+            if chunk is None:
+                continue
+            chunk.memory.ref_count_up()  # the client may be gone before its bytes are read
+            try:
+                if not await asyncio.to_thread(_is_intact, chunk):
+                    num_damaged += 1
+                    logger.error("chunk %s is damaged in the arena and is not served any more", chunk.key.key.chunk_hash)
+                    self._remove(chunk)
+            finally:
+                chunk.release()
+        return num_damaged
+
+    def close(self) -> None:
+        """Give every pin back."""
+        self.release(list(self._chunks))
+
+    def _remove(self, chunk: Chunk) -> None:
+        (held,) = self._hot.get_many([chunk.key])
+        if held is not None:
+            is_same = held.memory is chunk.memory  # else a good one has come in its place
+            held.release()
+            if is_same:
+                self._hot.remove_many([chunk.key])
+
+
+def fit_for_one_answer(results: list[Result]) -> list[Result]:
+    """Heads of other writers may be large: chunks that one message cannot name are given back and count as misses."""
+    room = m.MAX_MESSAGE_BYTES
+    for i, result in enumerate(results):
+        room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0
+        if room < 0:
+            for surplus in results[i:]:
+                if isinstance(surplus, Chunk):
+                    surplus.release()
+            return [*results[:i], Miss(MissReason.NO_MEMORY)]
+    return results
+
+
+def _is_intact(chunk: Chunk) -> bool:
+    try:
+        verify_payload(chunk.header, chunk.memory.byte_array)
+    except RecordError:
+        return False
+    return True
