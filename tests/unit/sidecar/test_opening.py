@@ -7,9 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lmcache_core.errors import CapacityError
+from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import SharedArena, create_shared_arena
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import lifespan as opening
 from lmcache_sidecar.app import create_app
@@ -98,3 +99,31 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
             assert await disk.batched_put([make_chunk(name, tenant="mine")]) == [True]
         assert hot.keys() == [make_key(name, "mine") for name in (3, 4)]
         assert set(disk.keys()) == {make_key(name, "mine") for name in (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1"}, True),
+        ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
+        ({"ticket_keys_file": "/y"}, False),
+        ({"lm_host": "10.0.0.1", "allow_anonymous": True}, False),
+        ({"lm_host": "10.0.0.1", "allow_anonymous": True, "accept_handover": True}, True),
+        ({"auth_tokens_file": "/x", "accept_handover": False}, False),
+    ],
+)
+def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(tmp_path: Path, options: dict[str, object], expected: bool) -> None:
+    assert make_settings(tmp_path, **options).accept_handover is expected
+
+
+def test_taking_chunks_from_peers_that_cannot_put_any_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set auth_tokens_file too"):
+        make_settings(tmp_path, ticket_keys_file="/y", accept_handover=True)
+
+
+def test_a_wrong_option_is_one_line_although_a_default_follows_from_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(SidecarSettings, environ={"LMCACHE_SIDECAR_LM_PORT": "x"})
+    assert str(caught.value).splitlines() == [str(caught.value)]
+    assert "LMCACHE_SIDECAR_LM_PORT" in str(caught.value)

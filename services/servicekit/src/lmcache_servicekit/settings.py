@@ -26,6 +26,9 @@ MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 MAX_SHOWN_CHARS: Final = 120
 CONFIG_NAME: Final = "CONFIG"
 
+_CONSEQUENCE: Final = "default_factory_not_called"
+"""What pydantic says of a default that follows from other options, when one of those is wrong: that one is reported."""
+
 
 class ServiceSettings(BaseSettings):
     """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds its own fields.
@@ -106,7 +109,8 @@ def load_settings(settings_cls: type[S], config_file: Path | None = None, enviro
     try:
         return settings_cls(**merge(from_file, from_environ))
     except ValidationError as exc:
-        lines = [_explain(settings_cls, error, origins, path) for error in exc.errors(include_url=False, include_context=False)]
+        errors = exc.errors(include_url=False, include_context=False)
+        lines = [_explain(settings_cls, error, origins, path) for error in errors if error["type"] != _CONSEQUENCE]
         raise ConfigError("\n".join(lines)) from None
 
 

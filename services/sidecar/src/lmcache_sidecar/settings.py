@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lmcache_core.config import DISK_SERDES
 from lmcache_core.config.options import did_you_mean
@@ -41,6 +41,13 @@ def known_serde(value: str) -> str:
     return value
 
 
+def _accepts_handover(values: dict[str, Any]) -> bool:
+    """Where it is known who puts, or nobody from elsewhere can. With tickets alone nobody is let in to put anything."""
+    if values.get("auth_tokens_file") is not None:
+        return True
+    return is_loopback(values.get("lm_host", "")) and values.get("ticket_keys_file") is None
+
+
 Serde = Annotated[str, AfterValidator(known_serde)]
 
 
@@ -72,7 +79,9 @@ class SidecarSettings(TierSettings):
         node: Machine of this pod.
         verify_hot: What engines verify when they load from shared memory.
         tier_timeout_s: Longest wait on lower tiers for one request, seconds.
-        drain_timeout_s: How long pending writes may take at the end, seconds.
+        drain_timeout_s: How long it may take at the end to finish pending writes and to hand on what only this sidecar holds, seconds.
+        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens, or if it
+            serves this machine alone and takes no tickets.
         health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, for a kubelet that cannot reach loopback.
         health_port: Its port; none for no such listener.
     """
@@ -102,6 +111,7 @@ class SidecarSettings(TierSettings):
     verify_hot: Literal["always", "sampled", "never"] = "always"
     tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+    accept_handover: bool = Field(default_factory=_accepts_handover)
     health_host: str = "127.0.0.1"
     health_port: Port | None = None
 
@@ -127,6 +137,10 @@ class SidecarSettings(TierSettings):
             )
         if self.disk_serde != "naive" and self.disk_path is None:
             raise ValueError(f"disk_serde={self.disk_serde!r}, but there is no disk to encode for: set disk_path or leave it out")
+        if self.accept_handover and self.ticket_keys_file is not None and self.auth_tokens_file is None:
+            raise ValueError(
+                "accept_handover=true, but with ticket_keys_file alone nobody may put anything: set auth_tokens_file too, or leave it out"
+            )
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and self.ticket_keys_file is None and not self.allow_anonymous:
             raise ValueError(
                 f"lm_host={self.lm_host!r} is reachable from other machines, but neither ticket_keys_file nor auth_tokens_file is set: "

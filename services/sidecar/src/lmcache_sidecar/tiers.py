@@ -32,12 +32,16 @@ class SidecarTiers:
         local: Those that keep chunks in this pod, bare.
         lower: All slower ones, fastest first, in their wrappers.
         written: Those of them that every new chunk is written to.
+        disk: The disk tier without what stands before it in case it fails; None without one.
+        remote: The same of the remote tier.
     """
 
     hot: LocalCPUBackend
     local: tuple[StorageBackend, ...]
     lower: tuple[StorageBackend, ...]
     written: tuple[StorageBackend, ...]
+    disk: StorageBackend | None = None
+    remote: StorageBackend | None = None
 
 
 class TierMaker:
@@ -66,11 +70,13 @@ class TierMaker:
             limits=settings.memory_limits,
         )
         disk = self._disk()
-        on_disk = () if disk is None else (self._guarded(EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)),)
+        decoded = None if disk is None else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)
+        remote = None if settings.remote_url is None else self._remote(settings.remote_url)
+        on_disk = () if decoded is None else (self._guarded(decoded),)
         peers = () if lookup is None or broker is None else (self._guarded(self._peers(lookup, broker)),)
-        distant = () if settings.remote_url is None else (self._guarded(self._remote(settings.remote_url)),)
+        distant = () if remote is None else (self._guarded(remote),)
         local = (hot,) if disk is None else (hot, disk)
-        return SidecarTiers(hot, local, (*on_disk, *peers, *distant), (*on_disk, *distant))
+        return SidecarTiers(hot, local, (*on_disk, *peers, *distant), (*on_disk, *distant), decoded, remote)
 
     def _disk(self) -> LocalDiskBackend | None:
         settings = self._settings

@@ -1,0 +1,152 @@
+"""Hands on what only this sidecar holds, the hottest first, until it is done or its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.record import Chunk, MissReason
+from lmcache_core.telemetry import Counters
+
+from lmcache_sidecar import metrics
+from lmcache_sidecar.handover.base import Taker, TakerSource
+from lmcache_sidecar.handover.chunks import LocalChunks
+from lmcache_sidecar.handover.progress import DrainProgress
+from lmcache_sidecar.handover.waiting import Batch, Waiting
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Batches in a row that came to nothing, after which a taker is given up; so often too the question who takes."""
+FIRST_PAUSE_S = 0.25
+_MAY_COME_LATER = frozenset({MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY})
+
+
+class Handover:
+    """Hands chunks over.
+
+    Args:
+        chunks: What there is.
+        sources: Who takes; the second is asked for what the first has left, and so on.
+        read_timeout_s: Longest wait for the disk, for one batch.
+        counters: What became of chunks, under the names of `lmcache_sidecar.metrics`.
+    """
+
+    def __init__(self, chunks: LocalChunks, sources: Sequence[TakerSource], read_timeout_s: float, counters: Counters) -> None:
+        self._chunks = chunks
+        self._sources = tuple(sources)
+        self._read_timeout_s = read_timeout_s
+        self._counters = counters
+
+    @property
+    def has_takers(self) -> bool:
+        """Whether there is anybody who might take chunks."""
+        return bool(self._sources)
+
+    def count(self) -> int:
+        """Chunks that are held now."""
+        return len(self._chunks.hottest_first())
+
+    async def run(self, progress: DrainProgress, deadline: float) -> None:
+        """Hand over what is held now. A source gets its part of the time, and what those before it have left of theirs.
+
+        Args:
+            progress: Kept up to date.
+            deadline: On the loop's clock; what is underway then is given up.
+        """
+        waiting = Waiting(self._chunks.hottest_first())
+        progress.total = len(waiting)
+        now = asyncio.get_running_loop().time
+        for i, source in enumerate(self._sources):
+            if not waiting:
+                break
+            limit = asyncio.timeout((deadline - now()) / (len(self._sources) - i))
+            try:
+                async with limit:
+                    await self._hand_to(source, waiting, progress)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+        self._fail(progress, waiting.num_refused)
+
+    async def close(self) -> None:
+        """End connections that were opened for it. Idempotent."""
+        for source in self._sources:
+            await source.close()
+
+    async def _hand_to(self, source: TakerSource, waiting: Waiting, progress: DrainProgress) -> None:
+        """Let all takers of a source work side by side until none of them can do more."""
+        takers = await self._takers(source)
+        while takers and waiting:
+            num_before = len(waiting)
+            async with asyncio.TaskGroup() as group:
+                serving = {taker.name: group.create_task(self._serve(taker, waiting, progress)) for taker in takers}
+            takers = [taker for taker in takers if serving[taker.name].result()]
+            if len(waiting) == num_before:
+                break
+
+    async def _takers(self, source: TakerSource) -> Sequence[Taker]:
+        for i in range(MAX_TRIES):
+            try:
+                return await source.takers()
+            except UnavailableError as exc:
+                logger.warning("who takes this sidecar's chunks cannot be said: %s", exc)
+                await asyncio.sleep(FIRST_PAUSE_S * 2**i)
+        return ()
+
+    async def _serve(self, taker: Taker, waiting: Waiting, progress: DrainProgress) -> bool:
+        """Give one taker batch after batch; False when it takes no more."""
+        num_in_vain = 0
+        while num_in_vain < MAX_TRIES:
+            is_away = False
+            with waiting.batch(taker.name) as batch:
+                if not batch.keys:
+                    return True
+                try:
+                    await self._hand_batch(taker, batch, progress)
+                except UnavailableError as exc:
+                    is_away = True
+                    logger.warning("%s does not take chunks just now: %s", taker.name, exc)
+            num_in_vain = 0 if batch.num_settled else num_in_vain + 1
+            if is_away:
+                await asyncio.sleep(FIRST_PAUSE_S * 2**num_in_vain)
+        return False
+
+    async def _hand_batch(self, taker: Taker, batch: Batch, progress: DrainProgress) -> None:
+        keys = batch.keys
+        for key, is_elsewhere in zip(keys, await taker.has(keys), strict=True):
+            if is_elsewhere:
+                batch.settle(key)
+                progress.already_elsewhere += 1
+                self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, 1, "already_elsewhere")
+        keys = batch.keys
+        if not keys:
+            return
+        results = await self._chunks.read(keys, self._read_timeout_s)
+        chunks = [result for result in results if isinstance(result, Chunk)]
+        try:
+            for key, result in zip(keys, results, strict=True):
+                if not isinstance(result, Chunk) and result.reason not in _MAY_COME_LATER:
+                    batch.settle(key)
+                    self._fail(progress, 1)
+            if chunks:
+                self._note(chunks, await taker.put(chunks), batch, progress)
+        finally:
+            for chunk in chunks:
+                chunk.release()
+
+    def _note(self, chunks: Sequence[Chunk], taken: Sequence[bool], batch: Batch, progress: DrainProgress) -> None:
+        for chunk, is_taken in zip(chunks, taken, strict=True):
+            if not is_taken:
+                batch.refuse(chunk.key)
+                continue
+            batch.settle(chunk.key)
+            progress.handed_over += 1
+            self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, 1, "handed_over")
+            self._counters.add(metrics.HANDED_OVER_BYTES_TOTAL, chunk.num_bytes)
+
+    def _fail(self, progress: DrainProgress, num_chunks: int) -> None:
+        progress.failed += num_chunks
+        self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, num_chunks, "failed")

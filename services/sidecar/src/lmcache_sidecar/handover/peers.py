@@ -1,0 +1,109 @@
+"""Hands chunks to other sidecars, by PUT over lm://."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import Holder
+from lmcache_core.p2p import BrokerClient, PeerStatus, parse_distributed_url
+from lmcache_core.record import Chunk
+from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
+from lmcache_core.storage.sealing import seal_all
+from lmcache_core.wire import ClientOptions, LmClient
+
+from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
+from lmcache_sidecar.holders import Holders
+
+MAX_TAKERS = 4
+"""Peers that are sent to at once; those with the least to do."""
+CONNECT_TIMEOUT_S = 0.5
+STORAGE_KIND = "storage"
+
+T = TypeVar("T")
+
+
+class PeerSource:
+    """The live sidecars that are not about to end themselves, as the broker sees them.
+
+    Args:
+        instance: This instance.
+        broker: Open for as long as this object is.
+        holders: Tells who has what already.
+        token: What peers are shown.
+        timeout_s: Longest wait for a peer's answer.
+    """
+
+    def __init__(self, instance: str, broker: BrokerClient, holders: Holders, token: str | None, timeout_s: float) -> None:
+        self._instance = instance
+        self._broker = broker
+        self._holders = holders
+        self._token = token
+        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=CONNECT_TIMEOUT_S, name=instance, tier=PEER_TIER)
+        self._clients: dict[str, LmClient] = {}
+        self._live: frozenset[str] = frozenset()
+
+    async def takers(self) -> Sequence[_Peer]:
+        """See `TakerSource.takers`."""
+        peers = [peer for peer in await self._broker.peers() if peer.id != self._instance and not peer.draining]
+        self._live = frozenset(peer.id for peer in peers)
+        able = sorted((peer for peer in peers if peer.kind == PEER_KIND), key=lambda peer: (peer.load, peer.num_pulls, peer.id))
+        return [_Peer(peer.id, self._client(peer), self) for peer in able[:MAX_TAKERS]]
+
+    async def close(self) -> None:
+        """See `TakerSource.close`."""
+        while self._clients:
+            _, client = self._clients.popitem()
+            await client.close()
+
+    async def are_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which chunks somebody else holds who stays.
+
+        Raises:
+            UnavailableError: Lookup did not answer, or does not know.
+        """
+        found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
+        if None in found:
+            raise UnavailableError("lookup does not know who holds what")
+        return [any(self._stays(holder) for holder in holders or ()) for holders in found]
+
+    def _stays(self, holder: Holder) -> bool:
+        return holder.kind == STORAGE_KIND or holder.instance in self._live
+
+    def _client(self, peer: PeerStatus) -> LmClient:
+        client = self._clients.get(peer.distributed_url)
+        if client is None:
+            host, port = parse_distributed_url(peer.distributed_url)
+            client = self._clients[peer.distributed_url] = LmClient(host, port, self._token, self._options)
+        return client
+
+
+class _Peer:
+    """One sidecar."""
+
+    def __init__(self, name: str, client: LmClient, source: PeerSource) -> None:
+        self.name = name
+        self._client = client
+        self._source = source
+
+    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `Taker.has`; without lookup only this peer is asked."""
+        try:
+            return await self._source.are_elsewhere(keys)
+        except UnavailableError:
+            return await _mapped(self._client.contains(keys))
+
+    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `Taker.put`."""
+        await seal_all(chunks)
+        return await _mapped(self._client.put(chunks))
+
+
+async def _mapped(work: Awaitable[T]) -> T:
+    """A peer that refuses us is one that cannot be reached."""
+    try:
+        return await work
+    except (AuthenticationError, ProtocolError) as exc:
+        raise UnavailableError(str(exc)) from exc

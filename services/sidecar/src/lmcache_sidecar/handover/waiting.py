@@ -1,0 +1,88 @@
+"""The chunks that still have to be handed over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from lmcache_core.keys import ChunkKey
+
+MAX_BATCH_CHUNKS = 16
+MAX_BATCH_BYTES = 16 << 20
+"""Of the chunks that one taker is given at once, if they are more than one."""
+
+
+class Batch:
+    """Chunks that one taker is busy with.
+
+    Args:
+        keys: Their names.
+    """
+
+    def __init__(self, keys: Iterable[ChunkKey]) -> None:
+        self._open = dict.fromkeys(keys)
+        self.refused: set[ChunkKey] = set()
+        self.num_settled = 0
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        """Those that still have to be dealt with, the hottest first."""
+        return list(self._open)
+
+    def settle(self, key: ChunkKey) -> None:
+        """That one is dealt with."""
+        del self._open[key]
+        self.num_settled += 1
+
+    def refuse(self, key: ChunkKey) -> None:
+        """The taker does not want that one."""
+        self.refused.add(key)
+
+
+class Waiting:
+    """A queue in which everything that is taken out and not settled finds its way back. On one event loop.
+
+    Args:
+        chunks: Names and sizes in bytes, the hottest first.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
+        self._queue = deque(key for key, _ in chunks)
+        self._sizes = dict(chunks)
+        self._refused_by: dict[ChunkKey, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_refused(self) -> int:
+        """Of those that wait, how many somebody did not want."""
+        return sum(key in self._refused_by for key in self._queue)
+
+    @contextmanager
+    def batch(self, taker: str) -> Iterator[Batch]:
+        """The next chunks that this taker has not refused; empty when there are none. Those not settled inside wait again."""
+        batch = Batch(self._take(taker))
+        try:
+            yield batch
+        finally:
+            for key in batch.refused:
+                self._refused_by.setdefault(key, set()).add(taker)
+            self._queue.extendleft(reversed(batch.keys))
+
+    def _take(self, taker: str) -> list[ChunkKey]:
+        taken: list[ChunkKey] = []
+        passed: list[ChunkKey] = []
+        num_bytes = 0
+        while self._queue and len(taken) < MAX_BATCH_CHUNKS:
+            key = self._queue[0]
+            if taker in self._refused_by.get(key, ()):
+                passed.append(self._queue.popleft())
+                continue
+            num_bytes += self._sizes[key]
+            if taken and num_bytes > MAX_BATCH_BYTES:
+                break
+            taken.append(self._queue.popleft())
+        self._queue.extendleft(reversed(passed))
+        return taken
