@@ -11,6 +11,7 @@ from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.telemetry import Counters
+from lmcache_core.token_database import identity_root
 
 
 def create_chunk_store(
@@ -26,13 +27,27 @@ def create_chunk_store(
         ConfigError: Embedded mode without an allocator.
     """
     if config.sidecar_socket is not None:
-        from lmcache_core.sidecar import SidecarChunkStore
-        from lmcache_core.sidecar.messages import VERSION, Hello
-
-        hello = Hello(VERSION, VERSION, "engine", os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint())
-        return SidecarChunkStore(Path(config.sidecar_socket), hello, config.tier_timeout_s, counters, workers)
+        return _sidecar_store(Path(config.sidecar_socket), config, metadata, counters, workers)
     if memory_allocator is None:
         raise ConfigError("memory_allocator=None: embedded mode needs host memory for chunks (or set sidecar_socket)")
     from lmcache_core.storage.manager import StorageManager
 
     return StorageManager(config, memory_allocator, counters, workers)
+
+
+def _sidecar_store(
+    path: Path, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, counters: Counters, workers: Workers | None
+) -> ChunkStore:
+    from lmcache_core.sidecar import SidecarChunkStore
+    from lmcache_core.sidecar.messages import CAPABILITIES, VERSION, Describe, Hello
+
+    hello = Hello(
+        *(VERSION, VERSION, "engine", os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint()),
+        *(CAPABILITIES, metadata.world_size),
+    )
+
+    def describe(salt: str) -> Describe:
+        root = identity_root(metadata, salt)
+        return Describe(metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, ("",))
+
+    return SidecarChunkStore(path, hello, config.tier_timeout_s, counters, workers, describe)
