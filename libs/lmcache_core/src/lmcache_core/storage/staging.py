@@ -202,7 +202,8 @@ class Staging:
         found = self._stack.hot.get_many(chain.names_of(numbers))
         whole = _whole(found, chain.num_ranks, ticket.is_prefix)
         num_ranks = chain.num_ranks
-        kept = [chunk for i in whole for chunk in found[i * num_ranks : (i + 1) * num_ranks] if chunk is not None]
+        runs = [found[: len(whole) * num_ranks]] if ticket.is_prefix else [found[i * num_ranks : (i + 1) * num_ranks] for i in whole]
+        kept = [chunk for run in runs for chunk in run if chunk is not None]
         num_kept = 0 if ticket.is_over else self._room.take(kept, num_ranks)
         ticket.held += kept[: num_kept * num_ranks]
         for i in whole[:num_kept]:

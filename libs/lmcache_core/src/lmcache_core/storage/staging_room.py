@@ -42,28 +42,18 @@ class StagingRoom:
         Returns:
             How many units were taken.
         """
-        holders = self._num_holders
         with self._lock:
-            used_bytes = self.used_bytes
+            if self._add(chunks):
+                return len(chunks) // unit
             for at in range(0, len(chunks), unit):
-                for chunk in chunks[at : at + unit]:
-                    name = id(chunk.memory)
-                    num_before = holders.get(name, 0)
-                    holders[name] = num_before + 1
-                    if not num_before:
-                        used_bytes += chunk.memory.metadata.phy_size
-                if used_bytes > self._max_bytes:
-                    self._forget(chunks[at : at + unit])
+                if not self._add(chunks[at : at + unit]):
                     return at // unit
-                self.used_bytes = used_bytes
         return len(chunks) // unit
 
     def give(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The counterpart of `take`; which of the chunks nobody holds any more."""
         with self._lock:
-            unheld = self._forget(chunks)
-            self.used_bytes -= sum(chunk.memory.metadata.phy_size for chunk in unheld)
-        return unheld
+            return self._forget(chunks)
 
     def begin_lift(self) -> bool:
         """Whether one more lift may run; it ends with `end_lift`."""
@@ -73,14 +63,32 @@ class StagingRoom:
         """A lift is over."""
         self._lifts.release()
 
+    def _add(self, chunks: Sequence[Chunk]) -> bool:
+        """All of them, or none."""
+        num_holders = self._num_holders
+        for chunk in chunks:
+            name = id(chunk.memory)
+            num_before = num_holders.get(name)
+            if num_before is None:
+                num_holders[name] = 1
+                self.used_bytes += chunk.memory.metadata.phy_size
+            else:
+                num_holders[name] = num_before + 1
+        if self.used_bytes <= self._max_bytes:
+            return True
+        self._forget(chunks)
+        return False
+
     def _forget(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        num_holders = self._num_holders
         unheld = []
         for chunk in chunks:
             name = id(chunk.memory)
-            num_left = self._num_holders[name] - 1
+            num_left = num_holders[name] - 1
             if num_left:
-                self._num_holders[name] = num_left
+                num_holders[name] = num_left
             else:
-                del self._num_holders[name]
+                del num_holders[name]
+                self.used_bytes -= chunk.memory.metadata.phy_size
                 unheld.append(chunk)
         return unheld
