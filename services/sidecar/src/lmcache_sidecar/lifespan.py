@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import AuthenticationError, CapacityError, ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
-from lmcache_core.memory import SharedArena, create_shared_arena
-from lmcache_core.memory.shared import unlink_shared_arena
+from lmcache_core.memory import SharedArena
+from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
 from lmcache_core.security import Principal, TicketVerifier, read_ticket_keys
 from lmcache_core.storage.announcer import TierAnnouncer
@@ -31,6 +31,7 @@ from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
+from lmcache_sidecar.arena import ArenaKeeper, open_arena
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.probe_server import ProbeServer
@@ -78,23 +79,35 @@ class _Opening:
                 make_private(directory)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
         await self._open_probes()
-        arena = await self._make_arena()
-        self._exits.callback(unlink_shared_arena, arena)
+        keeper = await self._open_arena()
+        self._exits.callback(keeper.close)
+        arena = keeper.arena
         await self._open_clients()
         counters = Counters()
         codecs = create_codecs([settings.disk_serde, settings.remote_serde, settings.peer_serde], counters=counters)
-        stack, tiers = await self._open_tiers(arena, codecs)
+        stack, tiers = await self._open_tiers(keeper, codecs)
         self._exits.push_async_callback(self._tasks.close)
+        self._exits.callback(keeper.seal)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
         self._state.registry.register(CodecErrorCollector(codecs.figures.errors))
         context = SessionContext(
-            stack, arena, settings.instance_id, settings.tenant, settings.verify_hot, salt, settings.tier_timeout_s, self._tasks, counters
+            stack,
+            arena,
+            settings.instance_id,
+            settings.tenant,
+            settings.verify_hot,
+            salt,
+            settings.tier_timeout_s,
+            self._tasks,
+            counters,
+            keeper.extents,
         )
         socket_server = SocketServer(settings.socket_path, context)
         parts = SidecarParts(settings.instance_id, "", arena, stack, tiers.local, socket_server, None, None, settings.drain_timeout_s)
         await self._open_peer_server(parts, codecs)
         await self._join(parts)
+        keeper.start(self._tasks, tiers.hot, self._announcer, counters)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
         self._add_health_checks(parts)
@@ -111,17 +124,19 @@ class _Opening:
         self._state.ports["health_port"] = probes.port
         self._state.health.add("arena", _no_arena_yet)
 
-    async def _make_arena(self) -> SharedArena:
-        """Make the arena; while engines still map that of an earlier start, its volume may be full, so wait for them.
+    async def _open_arena(self) -> ArenaKeeper:
+        """Open the arena; where it has to be a new one while engines still map that of an earlier start, its volume may be full: wait.
 
         Raises:
             CapacityError: It does not fit after `arena_wait_s`.
         """
         settings = self._settings
+        size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)
+        file = ArenaFile(settings.arena_path, size, mode, settings.arena_huge_pages == "advise")
         deadline = time.monotonic() + settings.arena_wait_s
         while True:
             try:
-                return await asyncio.to_thread(create_shared_arena, settings.arena_path, int(settings.arena_gb * BYTES_PER_GB))
+                return ArenaKeeper(await asyncio.to_thread(open_arena, file, settings.arena_recover))
             except CapacityError as exc:
                 if time.monotonic() >= deadline:
                     raise
@@ -138,11 +153,12 @@ class _Opening:
             await client.open()
             self._exits.push_async_callback(client.close)
 
-    async def _open_tiers(self, arena: SharedArena, codecs: Codecs) -> tuple[TierStack, SidecarTiers]:
+    async def _open_tiers(self, keeper: ArenaKeeper, codecs: Codecs) -> tuple[TierStack, SidecarTiers]:
         """Open the codecs, which may take a while, and then all tiers: nothing is compiled once something is served."""
         await codecs.open()
         self._exits.push_async_callback(codecs.close)
-        tiers = TierMaker(self._settings, self._announcer, codecs, self._token).make(arena, self._lookup, self._broker)
+        maker = TierMaker(self._settings, self._announcer, codecs, self._token)
+        tiers = maker.make(keeper.allocator, keeper.on_kept, self._lookup, self._broker)
         stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
         await stack.open()
         self._exits.push_async_callback(stack.close, self._settings.drain_timeout_s)

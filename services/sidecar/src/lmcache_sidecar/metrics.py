@@ -35,6 +35,9 @@ RECEIVED_BYTES_TOTAL: Final = "lmcache_sidecar_received_bytes_total"
 LABEL_OUTCOME: Final = "outcome"
 CORRUPT_CHUNKS_TOTAL: Final = "lmcache_sidecar_corrupt_chunks_total"
 
+RECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_recovered_chunks_total"
+UNRECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_unrecovered_chunks_total"
+
 DESCRIBED: Final = MappingProxyType(
     {
         REQUESTED_CHUNKS_TOTAL: Described("Chunks that engines wanted to load."),
@@ -49,6 +52,8 @@ DESCRIBED: Final = MappingProxyType(
         HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
         RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended."),
         RECEIVED_BYTES_TOTAL: Described("Bytes taken over from peers that ended."),
+        RECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are served again."),
+        UNRECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are not.", LABEL_REASON),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
         CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
         CODEC_ENCODED_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),

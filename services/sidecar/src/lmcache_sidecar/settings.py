@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from lmcache_servicekit.tier_settings import TierSettings
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+ARENA_MODE = re.compile("0?[67][0-7]{2}")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
 
 
@@ -60,6 +62,9 @@ class SidecarSettings(TierSettings):
         arena_path: Directory for the shared-memory file, on an in-memory volume that the serving container mounts too.
         arena_gb: Size of the shared memory.
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier start, seconds.
+        arena_mode: Permissions of the shared-memory file, octal.
+        arena_huge_pages: Whether to ask for transparent huge pages: `off` or `advise`.
+        arena_recover: Whether what is in shared memory is written down, and served again after a restart once it has been checked.
         remote_url: Remote tier, for example `lm://cache-storage:65432`.
         remote_serde: How chunks are encoded for the remote tier: `naive` (as they are), `lossless`, or, with loss, `cachegen`,
             `cachegen:high`, `cachegen:low`; all but the first need `lmcache-core[codec]`. What others have stored with loss is a miss
@@ -93,6 +98,9 @@ class SidecarSettings(TierSettings):
     arena_path: Path = Field(default_factory=default_arena_directory)
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
+    arena_mode: str = "0660"
+    arena_huge_pages: Literal["off", "advise"] = "off"
+    arena_recover: bool = True
     remote_url: str | None = None
     remote_serde: Serde = "naive"
     disk_serde: Serde = "naive"
@@ -114,6 +122,13 @@ class SidecarSettings(TierSettings):
     accept_handover: bool = Field(default_factory=_accepts_handover)
     health_host: str = "127.0.0.1"
     health_port: Port | None = None
+
+    @field_validator("arena_mode", mode="before")
+    @classmethod
+    def _check_arena_mode(cls, value: object) -> object:
+        if not isinstance(value, str) or ARENA_MODE.fullmatch(value) is None:
+            raise ValueError(f"{value!r}: three octal digits in quotes, of which the first lets the owner read and write, such as '0660'")
+        return value
 
     @field_validator("tenant")
     @classmethod

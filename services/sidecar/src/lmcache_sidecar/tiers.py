@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmcache_core.lookup import LookupClient
-from lmcache_core.memory import ArenaAllocator, SharedArena
+from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.storage.announcer import TierAnnouncer
@@ -13,7 +13,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend
@@ -60,14 +60,24 @@ class TierMaker:
         self._codecs = codecs
         self._token = token
 
-    def make(self, arena: SharedArena, lookup: LookupClient | None, broker: BrokerClient | None) -> SidecarTiers:
-        """All tiers; peers only where both lookup and broker are known."""
+    def make(
+        self, memory: ArenaAllocator, on_kept: OnKept | None, lookup: LookupClient | None, broker: BrokerClient | None
+    ) -> SidecarTiers:
+        """All tiers; peers only where both lookup and broker are known.
+
+        Args:
+            memory: Cuts the arena.
+            on_kept: Hears of what the hot tier keeps.
+            lookup: The lookup service.
+            broker: The broker.
+        """
         settings = self._settings
         hot = LocalCPUBackend(
-            ArenaAllocator(arena.store_view),
+            memory,
             create_policy(settings.eviction_policy),
             self._announcer.removed_from(LocalCPUBackend.name),
             limits=settings.memory_limits,
+            on_kept=on_kept,
         )
         disk = self._disk()
         decoded = None if disk is None else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)

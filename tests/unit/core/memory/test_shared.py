@@ -9,7 +9,8 @@ import sys
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena
-from lmcache_core.memory.shared import FILE_SUFFIX, unlink_shared_arena
+from lmcache_core.memory.arena_locks import generation_path, generations_in, own_directory
+from lmcache_core.memory.shared import FILE_NAME, ArenaFile, unlink_shared_arena
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -62,26 +63,96 @@ def test_sizes_are_rounded_up_to_pages(tmp_path):
 def test_only_owner_and_group_may_open_the_file(tmp_path):
     made = create_shared_arena(tmp_path, SIZE, mode=0o600)
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
-    assert not stat.S_IMODE(create_shared_arena(tmp_path, SIZE).path.stat().st_mode) & 0o007
+    assert not stat.S_IMODE(create_shared_arena(tmp_path / "other", SIZE).path.stat().st_mode) & 0o007
 
 
-def test_a_new_generation_is_a_new_file_and_leaves_the_old_mapping_alone(tmp_path):
+def test_a_new_file_leaves_the_old_mapping_alone(tmp_path):
     (tmp_path / "not-an-arena").write_text("kept")
     old = create_shared_arena(tmp_path, SIZE)
     client = attach_shared_arena(old.path, old.size, old.generation)
-    path, size, generation = old.path, old.size, old.generation
-    del old  # what owns it is gone, as after a crash
+    old.lock.release()
     new = create_shared_arena(tmp_path, SIZE)
-    assert new.generation != generation
-    assert list(tmp_path.glob(f"*{FILE_SUFFIX}")) == [new.path]
+    assert new.generation != old.generation
+    assert new.inode != old.inode
+    assert generations_in(tmp_path) == [new.generation]
     assert (tmp_path / "not-an-arena").read_text() == "kept"
     client.store_view[:3] = b"old"
     assert bytes(new.load_view[:3]) == bytes(3)
     with pytest.raises(UnavailableError):
-        attach_shared_arena(path, size, generation)
+        attach_shared_arena(old.path, old.size, old.generation)
 
 
-def test_the_arena_of_a_living_sidecar_is_left_alone(tmp_path):
+def reopened(directory, size=SIZE, **options):
+    """As the next start would have it; None when that would make a new one."""
+    return ArenaFile(directory, size, **options).reopen(own_directory(directory))
+
+
+def test_the_next_start_finds_the_same_bytes_in_a_new_generation(tmp_path):
+    old = create_shared_arena(tmp_path, SIZE)
+    client = attach_shared_arena(old.path, old.size, old.generation)
+    client.store_view[7:12] = b"bytes"
+    old.lock.release()
+    new = reopened(tmp_path, mode=0o600)
+    assert (new.path, new.size, new.inode) == (old.path, old.size, old.inode)
+    assert new.generation != old.generation
+    assert bytes(new.load_view[7:12]) == b"bytes"
+    assert stat.S_IMODE(new.path.stat().st_mode) == 0o600
+    assert set(generations_in(tmp_path)) == {old.generation, new.generation}
+    new.store_view[0] = 1
+    assert client.load_view[0] == 1
+
+
+def spoil_size(path):
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def spoil_holes(path):
+    size = path.stat().st_size
+    os.truncate(path, 0)
+    os.truncate(path, size)
+
+
+def spoil_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def spoil_second_name(path):
+    path.with_name("second").hardlink_to(path)
+
+
+def spoil_kind(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("spoil", [spoil_size, spoil_holes, spoil_link, spoil_second_name, spoil_kind, os.unlink])
+def test_a_file_that_is_not_as_it_was_made_is_not_used_again(tmp_path, spoil):
+    made = create_shared_arena(tmp_path, SIZE)
+    made.lock.release()
+    spoil(made.path)
+    lock = own_directory(tmp_path)
+    assert ArenaFile(tmp_path, SIZE).reopen(lock) is None
+    again = ArenaFile(tmp_path, SIZE).create(lock)
+    assert stat.S_ISREG(again.path.lstat().st_mode)
+    assert generations_in(tmp_path) == [again.generation]
+
+
+def test_a_file_of_another_user_is_not_used_again(tmp_path, monkeypatch):
+    create_shared_arena(tmp_path, SIZE).lock.release()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert reopened(tmp_path) is None
+
+
+def test_another_size_is_not_used_again(tmp_path):
+    create_shared_arena(tmp_path, SIZE).lock.release()
+    lock = own_directory(tmp_path)
+    assert ArenaFile(tmp_path, 2 * SIZE).reopen(lock) is None
+    assert ArenaFile(tmp_path, SIZE - 1).reopen(lock).size == SIZE, "sizes are compared in whole pages"
+
+
+def test_one_sidecar_owns_a_directory_until_its_process_ends(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
@@ -92,14 +163,13 @@ sys.stdin.read()
 """
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         path = tmp_path / other.stdout.readline().strip()
-        mine = create_shared_arena(tmp_path, SIZE)
-        assert path.exists()
+        before = path.stat()
+        with pytest.raises(ConfigError, match="another sidecar"):
+            create_shared_arena(tmp_path, SIZE)
+        assert path.stat() == before, "the arena of a living sidecar is left alone"
         other.kill()
         other.wait()
-    next_one = create_shared_arena(tmp_path, SIZE)
-    assert not path.exists(), "the file of a killed sidecar goes at the next start"
-    assert mine.path.exists()
-    assert next_one.path.exists()
+    assert create_shared_arena(tmp_path, SIZE).path == path
 
 
 def test_permissions_do_not_depend_on_the_umask(tmp_path):
@@ -114,9 +184,16 @@ def test_permissions_do_not_depend_on_the_umask(tmp_path):
 def test_links_are_not_followed(tmp_path):
     target = tmp_path / "precious"
     target.write_text("keep me")
-    (tmp_path / f"x{FILE_SUFFIX}").symlink_to(target)
+    (tmp_path / FILE_NAME).symlink_to(target)
     create_shared_arena(tmp_path, SIZE)
     assert target.read_text() == "keep me"
+
+
+def test_huge_pages_are_asked_for_and_not_needed(tmp_path):
+    made = create_shared_arena(tmp_path, (4 << 20) + 1, huge_pages=True)
+    assert made.path.stat().st_size == made.size == (4 << 20) + mmap.PAGESIZE
+    assert made.path.stat().st_blocks * 512 >= made.size
+    assert not any(made.load_view)
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):

@@ -120,6 +120,7 @@ def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> 
         {"arena_path": "nul\0"},
         {"arena_path": "/dev/null", "arena_bytes": 4096},
         {"arena_path": "/"},
+        {"generation": 7},
     ],
 )
 def test_an_impossible_welcome_is_no_sidecar(tmp_path: Path, changes: dict[str, Any]) -> None:

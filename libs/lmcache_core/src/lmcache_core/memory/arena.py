@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import CapacityError
-from lmcache_core.memory.base import MemoryFormat, MemoryObjMetadata
-from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
-from lmcache_core.memory.free_list import FreeList
+from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
+from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator, OnFreed
+from lmcache_core.memory.free_list import FreeList, extent_bytes
 from lmcache_core.memory.views import tensor_over
 
 if TYPE_CHECKING:
@@ -65,16 +65,18 @@ class ArenaAllocator(CountingAllocator):
 
     Args:
         buffer: Writable, contiguous bytes; stays referenced while the allocator lives.
+        on_freed: Called with the offset of everything that is given back, under the allocator's lock: it must not call back.
 
     Raises:
         ValueError: The buffer is read-only.
     """
 
-    def __init__(self, buffer: memoryview) -> None:
+    def __init__(self, buffer: memoryview, on_freed: OnFreed | None = None) -> None:
         if buffer.readonly:
             raise ValueError("an arena needs a writable buffer")
         self._buffer = buffer.cast("B")
-        super().__init__(FreeList(len(self._buffer)))
+        self._extents = FreeList(len(self._buffer))
+        super().__init__(self._extents, on_freed)
 
     @classmethod
     def anonymous(cls, size: int) -> ArenaAllocator:
@@ -86,4 +88,26 @@ class ArenaAllocator(CountingAllocator):
     ) -> ArenaMemoryObj | None:
         """See `MemoryAllocatorInterface.allocate`."""
         meta = self._take(tuple(shape), dtype, fmt)
-        return None if meta is None else ArenaMemoryObj(self, meta, self._buffer[meta.address : meta.address + meta.get_size()])
+        return None if meta is None else self._object(meta)
+
+    def take(self, extents: Sequence[tuple[int, int]]) -> list[ArenaMemoryObj]:
+        """Take just these extents, which an earlier process has handed out: offset and bytes each.
+
+        Returns:
+            One object of plain bytes each, with one reference, which the caller owns.
+
+        Raises:
+            ValueError: They are not free, not aligned, out of bounds or overlap; nothing has then been taken.
+        """
+        blocks = [FreeBlock(offset, extent_bytes(size)) for offset, size in extents]
+        metas = [
+            MemoryObjMetadata((size,), None, block.start, block.size, 1, MemoryFormat.BINARY)
+            for (_, size), block in zip(extents, blocks, strict=True)
+        ]
+        with self._lock:
+            self._extents.take(blocks)
+            self._handed_out.update((meta.address, meta) for meta in metas)
+        return [self._object(meta) for meta in metas]
+
+    def _object(self, meta: MemoryObjMetadata) -> ArenaMemoryObj:
+        return ArenaMemoryObj(self, meta, self._buffer[meta.address : meta.address + meta.get_size()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_core.errors import IntegrityError
@@ -13,6 +13,9 @@ from lmcache_core.memory.dtypes import num_bytes
 
 if TYPE_CHECKING:
     import torch
+
+
+OnFreed = Callable[[int], None]
 
 
 class Room(Protocol):
@@ -77,10 +80,12 @@ class CountingAllocator(MemoryAllocatorInterface):
 
     Args:
         room: What there is to hand out; belongs to this allocator.
+        on_freed: Called with the address of everything that is given back, under this allocator's lock: it must not call back.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, on_freed: OnFreed | None = None) -> None:
         self._room = room
+        self._on_freed = on_freed
         self._lock = threading.Lock()
         self._handed_out: dict[int, MemoryObjMetadata] = {}
 
@@ -154,3 +159,5 @@ class CountingAllocator(MemoryAllocatorInterface):
         meta.ref_count = 0
         del self._handed_out[meta.address]
         self._room.free(meta.address)
+        if self._on_freed is not None:
+            self._on_freed(meta.address)

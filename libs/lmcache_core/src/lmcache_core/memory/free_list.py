@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from sortedcontainers import SortedList
 
 from lmcache_core.errors import IntegrityError
@@ -13,6 +16,11 @@ ALIGN_BYTES = 512
 def align_up(size: int, align: int = ALIGN_BYTES) -> int:
     """The smallest multiple of `align` that is at least `size`."""
     return -(-size // align) * align
+
+
+def extent_bytes(size: int) -> int:
+    """What `size` bytes take of an arena: whole units of the alignment, at least one."""
+    return align_up(max(size, 1))
 
 
 class FreeList:
@@ -51,7 +59,7 @@ class FreeList:
         Returns:
             The extent taken, its size a multiple of the alignment; None when no extent is large enough.
         """
-        wanted = align_up(max(size, 1))
+        wanted = extent_bytes(size)
         have = wanted
         if wanted not in self._bins:
             at = self._sizes.bisect_left(wanted)
@@ -66,6 +74,35 @@ class FreeList:
         self._used[start] = wanted
         self.used_bytes += wanted
         return FreeBlock(start, wanted)
+
+    def take(self, extents: Sequence[FreeBlock]) -> None:
+        """Take just these extents: what was handed out by the books of an earlier process.
+
+        Raises:
+            ValueError: One is empty, not aligned, out of bounds, not free, or overlaps another; nothing has then been taken.
+        """
+        holes = self.free_blocks()
+        starts = [hole.start for hole in holes]
+        taken_of: dict[FreeBlock, list[FreeBlock]] = {}
+        end = 0
+        for extent in sorted(extents):
+            hole = holes[bisect_right(starts, extent.start) - 1] if starts else FreeBlock(0, 0)
+            is_inside = hole.start <= extent.start and extent.start + extent.size <= hole.start + hole.size
+            if extent.size <= 0 or extent.size % ALIGN_BYTES or extent.start % ALIGN_BYTES or extent.start < end or not is_inside:
+                raise ValueError(f"[{extent.start}, {extent.start + extent.size}) is no free extent of {self.capacity} bytes")
+            taken_of.setdefault(hole, []).append(extent)
+            end = extent.start + extent.size
+        for hole, taken in taken_of.items():
+            self._remove(hole.start, hole.size)
+            at = hole.start
+            for extent in taken:
+                if extent.start > at:
+                    self._insert(at, extent.start - at)
+                self._used[extent.start] = extent.size
+                self.used_bytes += extent.size
+                at = extent.start + extent.size
+            if hole.start + hole.size > at:
+                self._insert(at, hole.start + hole.size - at)
 
     def free(self, start: int) -> None:
         """Give back the extent that begins at `start`, joined with free neighbours.

@@ -1,24 +1,39 @@
 """The shared-memory arena: a file that the sidecar owns and every serving process of the pod maps.
 
 The sidecar allocates and touches the whole file before it listens (a sparse tmpfs write past the limit is SIGBUS inside the
-serving engine, and pages are charged to whoever touches them first) and never truncates or resizes it. Every start is a new
-generation in a new file: a client of an older one keeps writing to an inode that nobody reads any more.
+serving engine, and pages are charged to whoever touches them first) and never truncates or resizes it. Each start is a new
+generation, in the same file where that fits: `arena_locks` tells when the clients of an earlier one are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
+from lmcache_core.memory.arena_locks import (
+    FileLock,
+    begin_generation,
+    forget_generation,
+    generation_path,
+    generations_in,
+    join_generation,
+    own_directory,
+)
 
-FILE_SUFFIX = ".arena"
+FILE_NAME = "kv.arena"
+DEFAULT_MODE = 0o660
 _TOUCH_BYTES = 64 << 20
+_BLOCK_BYTES = 512
+_MADV_POPULATE_WRITE = 23
+"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it. Unlike a write it fails where there is
+no room."""
+_MAX_PAGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -28,9 +43,11 @@ class SharedArena:
     Attributes:
         path: The file.
         size: Bytes.
-        generation: Random name of the sidecar start that made it.
+        generation: Random name of the sidecar start that it belongs to.
         load_view: Read-only bytes of the whole file.
         store_view: Writable bytes of the whole file.
+        lock: The owner's: of the directory. A client's: of the generation, to be released when it touches nothing of it any more.
+        inode: Number of the file on its volume.
     """
 
     path: Path
@@ -38,90 +55,186 @@ class SharedArena:
     generation: int
     load_view: memoryview
     store_view: memoryview
+    lock: FileLock
+    inode: int
 
 
-def create_shared_arena(directory: Path, size: int, mode: int = 0o660) -> SharedArena:
-    """Make, allocate, touch and map a new arena file; those that dead sidecars have left in the directory are unlinked.
+@dataclass(frozen=True)
+class ArenaFile:
+    """How an arena file is to be.
 
-    Args:
-        directory: Shared volume of the pod; made when missing, for its owner and group.
-        size: Bytes, rounded up to whole pages.
+    Attributes:
+        directory: Shared volume of the pod.
+        size: Bytes; rounded up to whole pages of the volume.
         mode: Permissions of the file, whatever the umask.
+        huge_pages: Ask for transparent huge pages.
 
     Raises:
         ValueError: The size is not positive.
-        CapacityError: The volume cannot hold that many bytes.
-        ConfigError: The directory cannot be made or written to.
     """
-    if size <= 0:
-        raise ValueError(f"size={size}: an arena has at least one byte")
-    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    generation = secrets.randbits(62)
-    path = directory / f"{generation:016x}{FILE_SUFFIX}"
+
+    directory: Path
+    size: int
+    mode: int = DEFAULT_MODE
+    huge_pages: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size <= 0:
+            raise ValueError(f"size={self.size}: an arena has at least one byte")
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.directory / FILE_NAME
+
+    def num_bytes(self) -> int:
+        """The size in whole pages: on hugetlbfs those of the volume."""
+        page = mmap.PAGESIZE
+        with contextlib.suppress(OSError):
+            block = os.statvfs(self.directory).f_bsize
+            page = block if page < block <= _MAX_PAGE_BYTES and block % page == 0 else page
+        return -(-self.size // page) * page
+
+    def create(self, lock: FileLock) -> SharedArena:
+        """Make, allocate, touch and map a new file in the place of an older one, whose clients keep writing to what nobody reads any more.
+
+        Args:
+            lock: On the directory.
+
+        Raises:
+            CapacityError: The volume cannot hold that many bytes.
+            ConfigError: The directory cannot be written to.
+        """
+        try:
+            self.remove()
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, self.mode)
+        except OSError as exc:
+            raise self._refused(exc) from exc
+        size = self.num_bytes()
+        try:
+            os.fchmod(fd, self.mode)
+            if self.huge_pages:
+                _take_huge_pages(fd, size)
+            os.posix_fallocate(fd, 0, size)
+            arena = self._map(fd, size, lock)
+            zeros = bytes(min(size, _TOUCH_BYTES))
+            for at in range(0, size, _TOUCH_BYTES):
+                arena.store_view[at : at + _TOUCH_BYTES] = zeros[: min(_TOUCH_BYTES, size - at)]
+            return arena
+        except (OSError, OverflowError, ValueError) as exc:
+            self.remove()
+            reason = exc.strerror if isinstance(exc, OSError) else "File too large"
+            where = f"arena of {size / (1 << 30):.2f} GB in {self.directory}"
+            raise CapacityError(f"{where}: {reason}; enlarge the volume or lower arena_gb") from exc
+        finally:
+            os.close(fd)
+
+    def reopen(self, lock: FileLock) -> SharedArena | None:
+        """Map the file that an earlier start has made, as a new generation; None when there is none that fits: then nothing has changed.
+
+        Args:
+            lock: On the directory.
+
+        Raises:
+            ConfigError: The directory cannot be written to.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            size = self.num_bytes()
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+            if not is_ours or status.st_size != size or status.st_blocks * _BLOCK_BYTES < size:
+                return None
+            os.fchmod(fd, self.mode)
+            return self._map(fd, size, lock)
+        except (OverflowError, ValueError):
+            return None
+        except OSError as exc:
+            raise self._refused(exc) from exc
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Remove the names of the file and of all generations; mappings stay valid until their processes end. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        for generation in generations_in(self.directory):
+            forget_generation(self.directory, generation)
+
+    def _map(self, fd: int, size: int, lock: FileLock) -> SharedArena:
+        generation = secrets.randbits(62)
+        begin_generation(self.directory, generation, self.mode)
+        try:
+            return _map(fd, self.path, size, generation, lock, self.huge_pages)
+        except (OSError, OverflowError, ValueError):
+            forget_generation(self.directory, generation)
+            raise
+
+    def _refused(self, exc: OSError) -> ConfigError:
+        return ConfigError(f"arena_path={str(self.directory)!r}: {exc.strerror}; choose a directory that this user can write to")
+
+
+def create_shared_arena(directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False) -> SharedArena:
+    """Own a directory and make a new arena file there; see `own_directory` and `ArenaFile.create`."""
+    file = ArenaFile(directory, size, mode, huge_pages)
+    lock = own_directory(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o770)
-        _unlink_dead(directory)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    except OSError as exc:
-        raise ConfigError(f"arena_path={str(directory)!r}: {exc.strerror}; choose a directory that this user can write to") from exc
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lasts as long as the mappings, which share the open file
-        os.fchmod(fd, mode)
-        os.posix_fallocate(fd, 0, size)
-        arena = _map(fd, path, size, generation)
-    except (OSError, OverflowError) as exc:
-        path.unlink(missing_ok=True)
-        reason = exc.strerror if isinstance(exc, OSError) else "File too large"
-        gigabytes = size / (1 << 30)
-        raise CapacityError(f"arena of {gigabytes:.2f} GB in {directory}: {reason}; enlarge the volume or lower arena_gb") from exc
-    finally:
-        os.close(fd)
-    zeros = bytes(min(size, _TOUCH_BYTES))
-    for at in range(0, size, _TOUCH_BYTES):
-        arena.store_view[at : at + _TOUCH_BYTES] = zeros[: min(_TOUCH_BYTES, size - at)]
-    return arena
+        return file.create(lock)
+    except (CapacityError, ConfigError):
+        lock.release()
+        raise
 
 
 def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
-    """Map an arena file that a sidecar made, twice: read-only for loads, writable for stores.
+    """Join the generation of an arena file that a sidecar owns and map it, twice: read-only for loads, writable for stores.
 
     Raises:
-        UnavailableError: The file is not there, or is shorter than the sidecar said.
+        UnavailableError: The file is not there, is shorter than the sidecar said, or the generation is over.
     """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, ValueError) as exc:
-        raise UnavailableError(f"arena {path}: {exc}") from exc
-    try:
-        if not 0 < size <= os.fstat(fd).st_size:
-            raise UnavailableError(f"arena {path} has {os.fstat(fd).st_size} bytes; the sidecar said {size}")
-        return _map(fd, path, size, generation)
-    except (OSError, ValueError) as exc:
-        raise UnavailableError(f"arena {path} cannot be mapped: {exc}") from exc
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as undo:
+        lock = join_generation(path.parent, generation)
+        undo.callback(lock.release)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except (OSError, ValueError) as exc:
+            raise UnavailableError(f"arena {path}: {exc}") from exc
+        try:
+            if not 0 < size <= os.fstat(fd).st_size:
+                raise UnavailableError(f"arena {path} has {os.fstat(fd).st_size} bytes; the sidecar said {size}")
+            arena = _map(fd, path, size, generation, lock, huge_pages=False)
+        except (OSError, ValueError) as exc:
+            raise UnavailableError(f"arena {path} cannot be mapped: {exc}") from exc
+        finally:
+            os.close(fd)
+        undo.pop_all()
+    return arena
 
 
 def unlink_shared_arena(arena: SharedArena) -> None:
-    """Remove the file's name; mappings stay valid until their processes end. Idempotent."""
-    with contextlib.suppress(FileNotFoundError):
-        arena.path.unlink()
+    """Remove the names of file and generation; mappings stay valid until their processes end. Idempotent."""
+    for path in (arena.path, generation_path(arena.path.parent, arena.generation)):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
 
 
-def _unlink_dead(directory: Path) -> None:
-    """A living sidecar's file is locked; the kernel ends the lock with its process, however it ends."""
-    for path in directory.glob(f"*{FILE_SUFFIX}"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        os.close(fd)
+def _take_huge_pages(fd: int, size: int) -> None:
+    """Fill the file with huge pages as far as there are any: once it has small pages it keeps them."""
+    os.ftruncate(fd, size)
+    with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping, contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size, _TOUCH_BYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, at, min(_TOUCH_BYTES, size - at))
 
 
-def _map(fd: int, path: Path, size: int, generation: int) -> SharedArena:
+def _map(fd: int, path: Path, size: int, generation: int, lock: FileLock, huge_pages: bool) -> SharedArena:
     load = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     store = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return SharedArena(path, size, generation, memoryview(load), memoryview(store))
+    if huge_pages:
+        for mapping in (load, store):
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+    inode = os.fstat(fd).st_ino
+    return SharedArena(path, size, generation, memoryview(load), memoryview(store), lock, inode)

@@ -22,7 +22,8 @@ class SidecarConnection:
     """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no use in a forked child.
 
     Reservations and pins belong to it: when its socket closes, the sidecar takes them back and gives the memory to others. So the
-    socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`).
+    socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`). So does its share in the
+    lock of the sidecar's generation, from which the next sidecar knows what may still be written to.
 
     Args:
         path: The sidecar's socket.
@@ -62,7 +63,7 @@ class SidecarConnection:
         return self._arena
 
     def open(self) -> None:
-        """Connect, say HELLO, map the arena.
+        """Connect, say HELLO, join the sidecar's generation, map the arena.
 
         Raises:
             UnavailableError: Nobody listens, or no answer in time.
@@ -158,6 +159,8 @@ class SidecarConnection:
         if self._is_usable or self._num_held or connection is None:
             return
         self._socket = None
+        if self._arena is not None:
+            self._arena.lock.release()
         if self._pid == os.getpid():  # in a forked child it would end the parent's connection
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from lmcache_core.errors import IntegrityError
@@ -36,6 +36,9 @@ class BoundedMemory(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes handed out, alignment included."""
+
+
+OnKept = Callable[[Chunk], None]
 
 
 class HeldChunk(NamedTuple):
@@ -72,6 +75,7 @@ class LocalCPUBackend(StorageBackend):
         on_removed: Called with every key that the tier gives up, in the thread that caused it, without a lock held.
         limits: What it does not keep although it has room.
         clock: Tells the age of chunks.
+        on_kept: Called with every chunk that the tier keeps, in this arena's memory, under the tier's lock: it must not call back.
     """
 
     name = "Hot"
@@ -84,12 +88,14 @@ class LocalCPUBackend(StorageBackend):
         *,
         limits: TierLimits | None = None,
         clock: Clock = time.time,
+        on_kept: OnKept | None = None,
     ) -> None:
         if not isinstance(allocator, BoundedMemory):
             raise TypeError(f"{type(allocator).__name__} has no capacity; the host-memory tier needs a bounded allocator")
         self._allocator = allocator
         self._memory: BoundedMemory = allocator
         self._on_removed = on_removed
+        self._on_kept = on_kept
         self._clock = clock
         self._lock = threading.Lock()
         self._table = HotTable(Ledger(policy, limits, clock))
@@ -270,6 +276,8 @@ class LocalCPUBackend(StorageBackend):
                 if kept.stored_at is None:
                     kept.stored_at = self._clock()
                 self._table.put(kept)
+                if self._on_kept is not None:
+                    self._on_kept(kept)
         if not is_admitted:
             memory_obj.ref_count_down()
         self._report(gone)

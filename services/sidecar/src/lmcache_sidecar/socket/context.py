@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.memory import SharedArena
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
+
+from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class SessionContext:
         timeout_s: Longest wait on the tiers for a lookup.
         tasks: Owner of background lifts.
         counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
+        extents: Hears of what clients are lent.
     """
 
     stack: TierStack
@@ -35,3 +38,4 @@ class SessionContext:
     timeout_s: float
     tasks: TaskSupervisor
     counters: Counters
+    extents: ReservedExtents = field(default_factory=UnrecordedExtents)

@@ -82,6 +82,8 @@ class SocketServer:
         if server is None:
             return
         server.close()
+        for session in self._sessions:
+            session.abandon()
         tasks = list(self._sessions.values())
         for task in tasks:
             task.cancel()

@@ -18,14 +18,12 @@ from lmcache_sidecar.socket.commons import Commons
 from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.names import check_chains
 from lmcache_sidecar.socket.pins import Pins, fit_for_one_answer
+from lmcache_sidecar.socket.reservations import Reservations
 
 logger = logging.getLogger(__name__)
 
-MAX_RESERVATIONS = 16384
 MAX_DESCRIPTIONS = 64
 MAX_REFUSAL_CHARS = 1024
-RESERVED_SHARE = 2
-"""Reservations of one client may hold one part in this many of the arena."""
 HOT_TIER = "Hot"
 
 
@@ -41,11 +39,10 @@ class Session:
         self._context = context
         self._commons = commons
         self._ids: Iterator[int] = itertools.count(1)
-        self._reserved: dict[int, MemoryObj] = {}
+        self._reservations = Reservations(context, self._ids)
         self._pins = Pins(context.stack.hot, self._ids)
         self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
         self._descriptions: dict[m.Describe, None] = {}
-        self._reserved_bytes = 0
         self._is_draining = False
         self.hello: m.Hello | None = None
 
@@ -58,8 +55,8 @@ class Session:
             "rank": hello.rank if hello else 0,
             "world_size": hello.world_size if hello else 0,
             "model": hello.model if hello else "",
-            "num_reservations": len(self._reserved),
-            "reserved_bytes": self._reserved_bytes,
+            "num_reservations": len(self._reservations),
+            "reserved_bytes": self._reservations.num_bytes,
             "num_pins": len(self._pins),
             "pinned_bytes": self._pins.num_bytes,
             "num_tickets": self._staging.num_tickets,
@@ -79,17 +76,18 @@ class Session:
         """Forget tickets that the client no longer speaks about."""
         self._staging.expire()
 
+    def abandon(self) -> None:
+        """The sidecar ends; the client may not know yet, and goes on writing to what is reserved for it."""
+        self._reservations.abandon()
+
     def close(self) -> None:
         """Give back every reservation, pin and promise: the client is gone."""
         if self.hello is not None:
             self._commons.leave(self.hello)
             self.hello = None
         self._staging.close()
-        for memory in self._reserved.values():
-            memory.ref_count_down()
-        self._reserved.clear()
+        self._reservations.close()
         self._pins.close()
-        self._reserved_bytes = 0
 
     async def answer(self, request: m.Request) -> m.Answer:
         """Do what a request says.
@@ -159,28 +157,16 @@ class Session:
                 result.release()
 
     def _reserve(self, request: m.Reserve) -> m.ReserveOk:
-        reservations = tuple(self._reserve_one(size) for size in request.sizes)
+        reservations = (None,) * len(request.sizes) if self._is_draining else self._reservations.add(request.sizes)
         self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, reservations.count(None))
         return m.ReserveOk(reservations)
-
-    def _reserve_one(self, size: int) -> tuple[int, int] | None:
-        limit = self._context.arena.size // RESERVED_SHARE
-        if self._is_draining or len(self._reserved) >= MAX_RESERVATIONS or self._reserved_bytes + size > limit:
-            return None
-        memory = self._context.stack.allocate(size)
-        if memory is None:
-            return None
-        handle = next(self._ids)
-        self._reserved[handle] = memory
-        self._reserved_bytes += size
-        return handle, memory.metadata.address
 
     async def _commit(self, request: m.Commit) -> m.CommitOk:
         stored = [False] * len(request.items)
         chunks: list[Chunk] = []
         places: list[int] = []
         for i, (handle, head) in enumerate(request.items):
-            memory = self._take_reservation(handle)
+            memory = self._reservations.take(handle)
             if memory is None:
                 continue
             chunk = self._described(memory, head)
@@ -197,6 +183,7 @@ class Session:
         finally:
             for chunk in chunks:
                 chunk.release()
+            self._context.extents.flush()
         return m.CommitOk(tuple(stored))
 
     def _described(self, memory: MemoryObj, head: bytes) -> Chunk | None:
@@ -212,16 +199,10 @@ class Session:
 
     def _abort(self, request: m.Abort) -> m.AbortOk:
         for handle in request.reservations:
-            memory = self._take_reservation(handle)
+            memory = self._reservations.take(handle)
             if memory is not None:
                 memory.ref_count_down()
         return m.AbortOk()
-
-    def _take_reservation(self, handle: int) -> MemoryObj | None:
-        memory = self._reserved.pop(handle, None)
-        if memory is not None:
-            self._reserved_bytes -= memory.get_size()
-        return memory
 
     async def _pin(self, request: m.Pin) -> m.PinOk:
         self._pins.require_room(len(request.keys))

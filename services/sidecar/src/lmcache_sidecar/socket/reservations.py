@@ -1,0 +1,83 @@
+"""Memory that one client fills: lent to it until it commits, aborts or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lmcache_core.memory import MemoryObj
+
+from lmcache_sidecar.socket.context import SessionContext
+
+MAX_RESERVATIONS = 16384
+RESERVED_SHARE = 2
+"""Reservations of one client may hold one part in this many of the arena."""
+
+
+class Reservations:
+    """The reservations of one client; each holds a reference.
+
+    Args:
+        context: Where memory comes from, and who hears of what is lent.
+        ids: Where the names of reservations come from.
+
+    Attributes:
+        num_bytes: What they hold.
+    """
+
+    def __init__(self, context: SessionContext, ids: Iterator[int]) -> None:
+        self._stack = context.stack
+        self._extents = context.extents
+        self._max_bytes = context.arena.size // RESERVED_SHARE
+        self._ids = ids
+        self._memories: dict[int, MemoryObj] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def add(self, sizes: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
+        """Lend memory: name and offset of each piece, None where there is no room."""
+        lent = tuple(self._add_one(size) for size in sizes)
+        memories = [self._memories[given[0]] for given in lent if given is not None]
+        if not memories or self._extents.reserved(memories):
+            return lent
+        for given in lent:
+            memory = None if given is None else self.take(given[0])
+            if memory is not None:
+                memory.ref_count_down()
+        return (None,) * len(lent)
+
+    def take(self, handle: int) -> MemoryObj | None:
+        """End a reservation; its reference passes to the caller. None for one that is not known."""
+        memory = self._memories.pop(handle, None)
+        if memory is not None:
+            self.num_bytes -= memory.get_size()
+        return memory
+
+    def abandon(self) -> None:
+        """The sidecar ends while the client may still be writing: nobody else gets that memory."""
+        memories = self._clear()
+        if memories:
+            self._extents.abandoned(memories)
+
+    def close(self) -> None:
+        """Give everything back: the client is gone."""
+        for memory in self._clear():
+            memory.ref_count_down()
+
+    def _add_one(self, size: int) -> tuple[int, int] | None:
+        if len(self._memories) >= MAX_RESERVATIONS or self.num_bytes + size > self._max_bytes:
+            return None
+        memory = self._stack.allocate(size)
+        if memory is None:
+            return None
+        handle = next(self._ids)
+        self._memories[handle] = memory
+        self.num_bytes += size
+        return handle, memory.metadata.address
+
+    def _clear(self) -> list[MemoryObj]:
+        memories = list(self._memories.values())
+        self._memories.clear()
+        self.num_bytes = 0
+        return memories
