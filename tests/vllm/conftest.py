@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.engines import set_environment
-from tests.vllm.models import made_models
-from tests.vllm.processes import ROOT, Owner
-from tests.vllm.references import References
 
-set_environment()
+set_environment()  # before anything imports torch, which reads it once
+
+from tests.vllm.models import made_models  # noqa: E402
+from tests.vllm.processes import ROOT, Owner  # noqa: E402
+from tests.vllm.references import References  # noqa: E402
+from tests.vllm.worlds import World  # noqa: E402
 
 
 def pytest_report_header() -> str:
@@ -41,3 +43,9 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     """Of the processes of one test."""
     with Owner(tmp_path) as owner:
         yield owner
+
+
+@pytest.fixture
+def world(owner: Owner, models: Path, references: References) -> World:
+    """What a test begins with."""
+    return World(owner, models, references)

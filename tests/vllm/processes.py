@@ -43,7 +43,7 @@ class Service:
         self.name = name
         self.settings = dict(settings)
         self.ports: dict[str, int] = {}
-        self._module = module
+        self.module = module
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
@@ -55,7 +55,7 @@ class Service:
         self._num_starts += 1
         config, ports = (self._directory / f"{self.name}-{self._num_starts}.{kind}" for kind in ("json", "ports"))
         config.write_text(json.dumps(self.settings, default=str))
-        command = [str(OUR_PYTHON), "-m", self._module, "--config", str(config), "--port-file", str(ports)]
+        command = [str(OUR_PYTHON), "-m", self.module, "--config", str(config), "--port-file", str(ports)]
         self._process = spawn(command, self._log, our_environment())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ports.exists():
@@ -236,8 +236,10 @@ class Owner:
 
 
 def our_environment() -> dict[str, str]:
-    """For our services: nothing of vLLM's environment."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "PYTHON", "VLLM_", "OMP_", "KMP_"))}
+    """For our services: nothing of vLLM's environment, and the code of this checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "PYTHON", "VLLM_", "OMP_", "KMP_"))}
+    sources = [*ROOT.glob("libs/*/src"), *ROOT.glob("services/*/src"), ROOT / "kernels" / "src"]
+    return kept | {"PYTHONPATH": os.pathsep.join(str(path) for path in sources)}
 
 
 def vllm_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

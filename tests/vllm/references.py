@@ -41,16 +41,16 @@ class References:
 
     def check(self, answers: Sequence[Answer], asks: Sequence[Ask], model: str, dtype: str = "float32", **options: Any) -> None:
         """Fail unless the answers are those without a cache."""
-        for answer, expected in zip(answers, self.answers(asks, model, dtype, **options), strict=True):
-            assert_same(answer, expected, TOLERANCES[dtype])
+        for number, (answer, expected) in enumerate(zip(answers, self.answers(asks, model, dtype, **options), strict=True)):
+            assert_same(answer, expected, TOLERANCES[dtype], f"answer {number}")
 
 
-def assert_same(answer: Answer, expected: Answer, tolerance: float) -> None:
+def assert_same(answer: Answer, expected: Answer, tolerance: float, name: str = "answer") -> None:
     """Fail unless both have the same tokens, and logprobs within the tolerance."""
     assert expected.num_cached == 0, "the reference has used a cache"
-    assert answer.finish_reason == expected.finish_reason
-    assert answer.tokens == expected.tokens
-    assert distance(answer, expected) <= tolerance
+    assert answer.finish_reason == expected.finish_reason, name
+    assert answer.tokens == expected.tokens, name
+    assert distance(answer, expected) <= tolerance, name
 
 
 def distance(answer: Answer, other: Answer) -> float:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.vllm.processes import Owner, Service
 
 ARENA_GB = 0.25
 SETTLE_TIMEOUT_S = 15.0
+CALM_S = 0.2
 
 
 def sidecar(owner: Owner, name: str = "sidecar", **settings: Any) -> Service:
@@ -53,7 +55,8 @@ def neighbourhood(owner: Owner) -> dict[str, Any]:
 
 def num_chunks(service: Service, tier: str = "Hot") -> int:
     """How many chunks a tier of a sidecar or a storage holds."""
-    return int(service.get("/v1/tiers")["tiers"][tier]["num_chunks"])
+    path = "/v1/tiers" if service.module == "lmcache_sidecar" else "/v1/stats"
+    return int(service.get(path)["tiers"][tier]["num_chunks"])
 
 
 def await_chunks(service: Service, number: int, tier: str = "Hot") -> None:
@@ -67,6 +70,41 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = SE
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.03)
+
+
+def fetch(service: Service, path: str) -> bytes:
+    """The body of a GET."""
+    with urllib.request.urlopen(service.url + path, timeout=10.0) as response:
+        return bytes(response.read())
+
+
+def put(service: Service, path: str, body: bytes) -> None:
+    """PUT bytes."""
+    _send(service, path, "PUT", body)
+
+
+def delete(service: Service, path: str) -> None:
+    """DELETE."""
+    _send(service, path, "DELETE", None)
+
+
+def _send(service: Service, path: str, method: str, body: bytes | None) -> None:
+    request = urllib.request.Request(service.url + path, body, {"content-type": "application/octet-stream"}, method=method)
+    with urllib.request.urlopen(request, timeout=10.0) as response:
+        assert response.status < 300
+
+
+def await_calm(service: Service) -> int:
+    """Wait until nothing more comes into a sidecar's memory; how many chunks it holds."""
+    counts = [-1]
+
+    def is_calm() -> bool:
+        counts.append(num_chunks(service))
+        time.sleep(CALM_S)
+        return counts[-1] == counts[-2] == num_chunks(service) > 0
+
+    eventually(is_calm, "stores go on and on, or nothing was stored")
+    return counts[-1]
 
 
 class SilentServer:

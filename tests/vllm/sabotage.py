@@ -1,0 +1,53 @@
+"""Something happens to the sidecar at an exact point of what this process says to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+BEFORE, AFTER = "before", "after"
+
+
+class Sabotage:
+    """`with Sabotage(patch, "Pin", BEFORE, sidecar.kill) as sabotage:` and the first `Pin` of this process finds the sidecar dead.
+
+    Args:
+        patch: Undone when the test ends, at the latest.
+        message: Name of the message.
+        when: Before it is sent, or after it was answered.
+        action: What happens, once.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, message: str, when: str, action: Callable[[], None]) -> None:
+        self._patch = patch
+        self._message = message
+        self._when = when
+        self._action = action
+        self.has_happened = False
+
+    def __enter__(self) -> Sabotage:
+        from lmcache_core.sidecar import SidecarConnection
+
+        original = SidecarConnection.call
+
+        def call(connection: SidecarConnection, request: Any, *args: Any, **kwargs: Any) -> Any:
+            is_it = type(request).__name__ == self._message and not self.has_happened
+            if is_it and self._when == BEFORE:
+                self._happen()
+            answer = original(connection, request, *args, **kwargs)
+            if is_it and self._when == AFTER:
+                self._happen()
+            return answer
+
+        self._patch.setattr(SidecarConnection, "call", call)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._patch.undo()
+
+    def _happen(self) -> None:
+        self.has_happened = True
+        self._action()

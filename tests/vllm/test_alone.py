@@ -1,0 +1,162 @@
+"""Without a sidecar, beside one that comes later, inside vLLM, and beside another connector."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, engine_options, running_engine, transfer_config
+from tests.vllm.models import LLAMA
+from tests.vllm.processes import vllm_environment
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import await_chunks, eventually, num_chunks
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World, load: str) -> None:
+    first, second = Ask(prompt(240, 1000)), Ask(prompt(241, 1000))
+    with running_engine(world.options(lmcache_load=load)) as engine:
+        alone = [engine.ask(first), *engine.generate([first, second])]
+        assert max(answer.took_s for answer in alone) < BOUND_S
+        engine.reset()
+        sidecar = world.sidecar()
+
+        def is_found() -> bool:
+            engine.reset()
+            return engine.ask(first).num_cached == 3 * CHUNK_SIZE
+
+        eventually(is_found, "the engine does not find the sidecar")
+        assert num_chunks(sidecar) >= 3
+        engine.reset()
+        hit = engine.ask(first)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+    world.references.check([*alone, hit], [first, first, second, first], LLAMA)
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_a_cache_inside_vllm(world: World, load: str) -> None:
+    """No sidecar at all: the same connector with memory, disk and all of its own."""
+    ask = Ask(prompt(242, 1000))
+    extra = {"lmcache.max_local_cpu_size": 0.25, "lmcache.chunk_size": CHUNK_SIZE, "lmcache.load": load, "lmcache.remote_url": None}
+    extra |= {"lmcache.local_disk": f"file://{world.owner.directory}/disk/", "lmcache.max_local_disk_size": 0.5}
+    options = engine_options(world.models / LLAMA, kv_transfer_config=transfer_config(extra))
+    with running_engine(options) as engine:
+        cold = engine.ask(ask)
+
+        def is_found() -> bool:
+            engine.reset()
+            return engine.ask(ask).num_cached == 3 * CHUNK_SIZE
+
+        eventually(is_found, "what was stored is found")
+        engine.reset()
+        hit = engine.ask(ask)
+    with running_engine(options) as engine:
+        from_disk = engine.ask(ask)
+        assert from_disk.num_cached == 3 * CHUNK_SIZE, "from the disk, by the next engine"
+    world.references.check([cold, hit, from_disk], [ask] * 3, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"chunk_size": 200}, "chunk_size=200"),
+        ({"chunk_sise": 256}, "chunk_sise is no option, did you mean 'chunk_size'"),
+        ({"load": "asink"}, "load='asink'"),
+        ({"tier_timeout_s": "soon"}, "tier_timeout_s='soon'"),
+    ],
+)
+def test_a_wrong_option_stops_the_start_with_a_sentence(world: World, wrong: dict[str, Any], complaint: str) -> None:
+    options = world.options(**{f"lmcache_{name}": value for name, value in wrong.items()})
+    with pytest.raises(Exception, match="") as caught, running_engine(options):
+        pytest.fail("it has started")
+    assert complaint in str(caught.value)
+    if "chunk_size" in wrong:
+        assert "128" in str(caught.value), "the block size, of which it must be a multiple"
+
+
+IMPORTS = """
+    import builtins, json, sys
+
+    sys.path.append(sys.argv[3])
+    from tests.vllm.engines import Ask, Engine, set_environment
+    set_environment()
+
+    imported = set()
+    original = builtins.__import__
+
+    def watched(name, globals=None, locals=None, fromlist=(), level=0):
+        importer = (globals or {}).get("__name__", "")
+        if level == 0 and importer.startswith("lmcache_"):
+            imported.add((importer, name.split(".")[0]))
+        return original(name, globals, locals, fromlist, level)
+
+    builtins.__import__ = watched
+    engine = Engine(json.loads(sys.argv[1]))
+    ask = Ask(tuple(json.loads(sys.argv[2])))
+    cold = engine.ask(ask)
+    engine.reset()
+    hit = engine.ask(ask)
+    engine.close()
+    ours = sorted({name.split(".")[0] for name in sys.modules if name.startswith("lmcache")})
+    print("RESULT", json.dumps({"imported": sorted(imported), "ours": ours, "cached": hit.num_cached}))
+"""
+ALLOWED = {"torch", "numpy", "msgspec", "xxhash", "lmcache_core", "lmcache_kernels"}
+BESIDE_VLLM = {"vllm", "prometheus_client"}
+"""What vLLM itself brings, for the files that speak its language."""
+
+
+def test_only_what_vllm_has_is_imported(world: World) -> None:
+    """In somebody else's image nothing may be needed, or be shadowed, that is not there."""
+    world.sidecar()
+    ask = Ask(prompt(243, 600))
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTS), json.dumps(world.options()), json.dumps(ask.tokens), root]
+    ran = subprocess.run(command, env=vllm_environment(), capture_output=True, text=True, timeout=120, check=False)
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")] or [ran.stderr[-5000:]]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert result["cached"] == 2 * CHUNK_SIZE
+    assert result["ours"] == ["lmcache_core"]
+    strange = [
+        (importer, name)
+        for importer, name in result["imported"]
+        if name not in ALLOWED | set(sys.stdlib_module_names)
+        and not (importer.startswith("lmcache_core.integrations.vllm.") and name in BESIDE_VLLM)
+    ]
+    assert not strange
+
+
+@EITHER_LOAD
+def test_beside_another_connector(world: World, load: str) -> None:
+    """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
+    sidecar = world.sidecar()
+    ask, other = Ask(prompt(244, 1000)), Ask(prompt(245, 700))
+    options = world.options(lmcache_load=load)
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(world.owner.directory / "example")},
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [options["kv_transfer_config"], example]},
+    }
+    with running_engine(options | {"kv_transfer_config": multi}) as engine:
+        fill(engine, sidecar, ask)
+        hit = engine.ask(ask)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+        engine.reset()
+        both = engine.generate([other, ask])
+        assert both[1].num_cached == 3 * CHUNK_SIZE
+        await_chunks(sidecar, 5)
+    world.references.check([hit, *both], [ask, other, ask], LLAMA)

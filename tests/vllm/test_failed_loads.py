@@ -1,0 +1,83 @@
+"""Loads that were promised and fail: both policies of vLLM, both ways of loading, and the trap of offering the same again for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.models import LLAMA, SLIDING
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import await_calm
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World
+
+
+class NothingComes:
+    """The chunk store promises as ever, and delivers nothing."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_loads = 0
+        from lmcache_core.sidecar import SidecarChunkStore
+
+        patch.setattr(SidecarChunkStore, "get", self._get)
+
+    def _get(self, *_: Any, **__: Any) -> list[Any]:
+        self.num_loads += 1
+        return []
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize("model", [LLAMA, SLIDING])
+@pytest.mark.smoke
+def test_recompute(world: World, monkeypatch: pytest.MonkeyPatch, load: str, model: str) -> None:
+    """The trap: vLLM asks again after a failed load, and would be offered the same, thousands of times a second."""
+    sidecar = world.sidecar()
+    ask, branch = Ask(prompt(50, 1000)), Ask(prompt(50, 700) + prompt(51, 200))
+    with running_engine(world.options(model, lmcache_load=load)) as engine:
+        engine.ask(ask)
+        await_calm(sidecar)
+        engine.reset()
+        nothing = NothingComes(monkeypatch)
+        failed = engine.ask(ask)
+        assert nothing.num_loads > 0, "nothing was loaded: the test tests nothing"
+        assert failed.took_s < BOUND_S
+        engine.reset()
+        both = engine.generate([ask, branch])
+        assert both[0].took_s < BOUND_S
+        monkeypatch.undo()
+        engine.reset()
+        again = engine.ask(ask)
+    world.references.check([failed, *both, again], [ask, ask, branch, ask], model)
+
+
+@EITHER_LOAD
+def test_fail(world: World, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
+    """What vLLM then does is end the request, and only that."""
+    sidecar = world.sidecar()
+    ask, other = Ask(prompt(52, 1000)), Ask(prompt(53, 500))
+    with running_engine(world.options(policy="fail", lmcache_load=load)) as engine:
+        engine.ask(ask)
+        await_calm(sidecar)
+        engine.reset()
+        nothing = NothingComes(monkeypatch)
+        failed, unharmed = engine.generate([ask, other])
+        assert nothing.num_loads > 0
+        assert (failed.finish_reason, failed.tokens) == ("error", ())
+        monkeypatch.undo()
+        engine.reset()
+        again = engine.ask(ask)
+    world.references.check([unharmed, again], [other, ask], LLAMA)
+
+
+@EITHER_LOAD
+def test_policy_fail_loads_as_well(world: World, load: str) -> None:
+    sidecar = world.sidecar()
+    ask = Ask(prompt(54, 1000))
+    with running_engine(world.options(policy="fail", lmcache_load=load)) as engine:
+        engine.ask(ask)
+        await_calm(sidecar)
+        engine.reset()
+        hit = engine.ask(ask)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+    world.references.check([hit], [ask], LLAMA)

@@ -1,0 +1,134 @@
+"""What operators and routers see: figures in vLLM's own metrics and log, where hits came from, and events of what is cached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import await_chunks, eventually, storage
+from tests.vllm.worlds import EITHER_LOAD, World, fill
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_metrics(world: World, load: str) -> None:
+    sidecar = world.sidecar()
+    ask = Ask(prompt(220, 1000))
+    with running_engine(world.options(lmcache_load=load)) as engine:
+        fill(engine, sidecar, ask)
+        before = engine.metrics()
+        assert engine.ask(ask).num_cached == 3 * CHUNK_SIZE
+        engine.ask(Ask(prompt(221, 300)))  # another step, after which the figures of the one before have been taken
+        grown = growth(before, engine.metrics())
+    assert before["vllm:lmcache_stored_chunks"] == 3
+    assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
+    assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
+    assert grown["vllm:lmcache_retrieved_chunks"] == 3
+    assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
+    assert grown["vllm:lmcache_retrieved_bytes"] > 0
+    assert grown["vllm:lmcache_failed_calls"] == 0
+
+
+def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """How much each figure has grown."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def test_where_hits_came_from(world: World) -> None:
+    """vLLM tells apart what came from memory, from a disk and from others. Releases before 0.32 have one word for all."""
+    keeper = storage(world.owner)
+    disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5}
+    remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
+    first = world.sidecar("first", **disk, **remote)
+    ask, other = Ask(prompt(222, 1000)), Ask(prompt(223, 600))
+    with running_engine(world.options(at="first")) as engine:
+        fill(engine, first, ask)
+        fill(engine, first, other)
+        await_chunks(keeper, 5)
+        if not tells_sources(engine):
+            pytest.fail("this release of vLLM does not tell sources; run this test on 0.32 or later")
+        assert source(engine, ask) == "host"
+        eventually(lambda: first.get("/v1/status")["settled"], "written to the disk")
+        first.post("/v1/evict", {"num_bytes": 1 << 30})
+        assert source(engine, ask) == "disk"
+
+
+def tells_sources(engine: Engine) -> bool:
+    """Whether this release of vLLM has the metric."""
+    return any(name.startswith("vllm:prompt_tokens_cached_by_source{") for name in engine.metrics())
+
+
+def source(engine: Engine, ask: Ask) -> str:
+    """Where vLLM says that the cached part of a prompt came from."""
+    before = engine.metrics()
+    engine.reset()
+    assert engine.ask(ask).num_cached == 3 * CHUNK_SIZE
+    grown = growth(before, engine.metrics())
+    (name,) = [name for name, value in grown.items() if name.startswith("vllm:prompt_tokens_cached_by_source{") and value]
+    return name.removeprefix("vllm:prompt_tokens_cached_by_source{source=").removesuffix("}")
+
+
+class Subscriber:
+    """Of vLLM's KV events.
+
+    Args:
+        endpoint: Where they are published.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.connect(endpoint)
+        self._socket.subscribe(b"")
+        self.events: list[Any] = []
+
+    def receive(self, seconds: float) -> list[Any]:
+        """All events of the time until then."""
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._socket.poll(left_s * 1000):
+                *_, payload = self._socket.recv_multipart()
+                self.events += decoder.decode(payload).events
+        return self.events
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def subscriber(tmp_path: Any) -> Iterator[tuple[str, Subscriber]]:
+    endpoint = f"ipc://{tmp_path}/events"
+    subscriber = Subscriber(endpoint)
+    yield endpoint, subscriber
+    subscriber.close()
+
+
+def test_events_tell_what_is_stored(world: World, subscriber: tuple[str, Subscriber]) -> None:
+    endpoint, events = subscriber
+    sidecar = world.sidecar()
+    ask = Ask(prompt(224, 1000))
+    publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    with running_engine(world.options(kv_events_config=publish)) as engine:
+        fill(engine, sidecar, ask)
+        engine.ask(Ask(prompt(225, 200)))
+        stored = [event for event in events.receive(1.0) if type(event).__name__ == "BlockStored"]
+    in_cache = [event for event in stored if event.medium == "CPU"]
+    in_vllm = [event for event in stored if event.medium != "CPU"]
+    assert len(in_cache) == 3, "one for each chunk"
+    assert [token for event in in_cache for token in event.token_ids] == list(ask.tokens[: 3 * CHUNK_SIZE])
+    assert all(len(event.block_hashes) == CHUNK_SIZE // BLOCK_SIZE for event in in_cache)
+    named = [block for event in in_vllm for block in event.block_hashes]
+    assert [block for event in in_cache for block in event.block_hashes] == named[: 3 * CHUNK_SIZE // BLOCK_SIZE], (
+        "vLLM's own names of the blocks"
+    )

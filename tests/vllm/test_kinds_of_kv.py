@@ -1,0 +1,73 @@
+"""Latent KV (MLA), sliding windows beside full attention, and KV of several workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.models import LLAMA, MLA, SLIDING
+from tests.vllm.references import assert_same, prompt
+from tests.vllm.sidecars import await_calm, await_chunks
+from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+
+MLA_BLOCK_SIZE = 16
+"""The only one that vLLM has for it on every CPU."""
+TP_TOLERANCE = 1e-4
+"""Two workers add their halves in another order than one."""
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_latent_kv(world: World, load: str) -> None:
+    sidecar = world.sidecar()
+    ask, branch = Ask(prompt(10, 700)), Ask(prompt(10, 600) + prompt(11, 200))
+    with running_engine(world.options(MLA, block_size=MLA_BLOCK_SIZE, lmcache_load=load)) as engine:
+        fill(engine, sidecar, ask)
+        hit, branched = engine.ask(ask), engine.ask(branch)
+        assert [hit.num_cached, branched.num_cached] == [2 * CHUNK_SIZE, 2 * CHUNK_SIZE]
+    world.references.check([hit, branched], [ask, branch], MLA, block_size=MLA_BLOCK_SIZE)
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize("length", [300, 1000, 2300])
+@pytest.mark.smoke
+def test_sliding_windows_beside_full_attention(world: World, load: str, length: int) -> None:
+    """Windows of 256 tokens: two groups of blocks slide, the third has all."""
+    sidecar = world.sidecar()
+    ask = Ask(prompt(12, length))
+    branch = Ask(prompt(12, length - 40) + prompt(13, 300))
+    with running_engine(world.options(SLIDING, lmcache_load=load, max_num_batched_tokens=512)) as engine:
+        groups = engine.scheduler.kv_cache_config.kv_cache_groups
+        assert len(groups) == 3, "vLLM's hybrid allocator is off"
+        cold = engine.ask(ask)
+        await_calm(sidecar)
+        engine.reset()
+        hit = engine.ask(ask)
+        assert hit.num_cached == whole_chunks(length) * CHUNK_SIZE
+        engine.reset()
+        branched = engine.ask(branch)
+        assert branched.num_cached == whole_chunks(length - 40) * CHUNK_SIZE
+        engine.reset()
+        both = engine.generate([branch, ask])
+        assert all(answer.num_cached >= whole_chunks(length - 40) * CHUNK_SIZE for answer in both)
+    world.references.check([cold, hit, branched, *both], [ask, ask, branch, branch, ask], SLIDING)
+
+
+def test_two_workers(world: World) -> None:
+    """Each has half of the heads; a chunk is there when both have stored theirs."""
+    sidecar = world.sidecar()
+    ask, branch = Ask(prompt(14, 1000)), Ask(prompt(14, 700) + prompt(15, 100))
+    both = world.owner.engine("tp2", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    both.open(world.options(tensor_parallel_size=2))
+    cold = both.ask(ask)
+    assert cold.num_cached == 0
+    await_chunks(sidecar, 2 * whole_chunks(1000))
+    assert {client["rank"] for client in sidecar.get("/v1/clients")["clients"]} >= {0, 1}
+    both.reset()
+    hit = both.ask(ask)
+    assert hit.num_cached == 3 * CHUNK_SIZE
+    both.reset()
+    answers = both.generate([branch, ask])
+    assert [answer.num_cached for answer in answers] == [2 * CHUNK_SIZE, 3 * CHUNK_SIZE]
+    for answer, expected in zip([cold, hit, *answers], world.references.answers([ask, ask, branch, ask], LLAMA), strict=True):
+        assert_same(answer, expected, TP_TOLERANCE)

@@ -1,0 +1,59 @@
+"""KV from elsewhere: from a peer's sidecar, and from a remote tier that hangs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.models import LLAMA
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import SilentServer, eventually, neighbourhood
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
+
+
+@EITHER_LOAD
+def test_two_vllms_with_two_sidecars(world: World, load: str) -> None:
+    """Both live at the same time; the second gets from the first one's sidecar what it never computed."""
+    known = neighbourhood(world.owner)
+    sidecars = [world.sidecar(name, **known) for name in ("a", "b")]
+    for sidecar in sidecars:
+        eventually(lambda sidecar=sidecar: sidecar.get("/v1/status")["registered"], "registered")
+    ask = Ask(prompt(260, 1000))
+    other = world.owner.engine("other")
+    with running_engine(world.options(at="a", lmcache_load=load)) as engine:
+        fill(engine, sidecars[0], ask)
+        eventually(lambda: sidecars[0].get("/v1/status")["settled"], "announced")
+        other.open(world.options(at="b", lmcache_load=load))
+        before = other.metrics()
+        hit = other.ask(ask)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+        name = "vllm:prompt_tokens_cached_by_source{source=p2p}"
+        assert other.metrics()[name] - before.get(name, 0) == 3 * CHUNK_SIZE
+        other.reset()
+        again = other.ask(ask)
+        assert again.num_cached == 3 * CHUNK_SIZE, "now out of its own sidecar's memory"
+        assert other.metrics()["vllm:prompt_tokens_cached_by_source{source=host}"] == 3 * CHUNK_SIZE
+    world.references.check([hit, again], [ask, ask], LLAMA)
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
+    """It takes connections and never says a word. Requests wait a bounded time, then not at all, and memory goes on serving."""
+    with SilentServer() as silent:
+        sidecar = world.sidecar(remote_url=f"lm://127.0.0.1:{silent.port}", tier_timeout_s=1.0, drain_timeout_s=0.5)
+        asks = [Ask(prompt(261 + i, 1000)) for i in range(3)]
+        with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
+            cold = [engine.ask(ask) for ask in asks]
+            assert silent.num_accepted > 0, "nobody has asked it"
+            assert max(answer.took_s for answer in cold) < BOUND_S
+            eventually(lambda: sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == 9, "stored in memory all the same")
+            engine.reset()
+            hits = [engine.ask(ask) for ask in asks]
+            assert [answer.num_cached for answer in hits] == [3 * CHUNK_SIZE] * 3
+            engine.reset()
+            longer = Ask(asks[0].tokens + prompt(265, 600))
+            partly = engine.ask(longer)
+            assert partly.num_cached >= 3 * CHUNK_SIZE, "what is in memory is used though the rest is not to be had"
+            assert partly.took_s < BOUND_S
+    world.references.check([*cold, *hits, partly], [*asks, *asks, longer], LLAMA)

@@ -1,0 +1,86 @@
+"""KV that was computed once is not computed again, and the answers stay the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.models import LLAMA
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import await_chunks
+from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.smoke
+def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None:
+    sidecar = world.sidecar()
+    first, branch, other = Ask(prompt(1, 1000)), Ask(prompt(1, 640) + prompt(2, 300)), Ask(prompt(3, 900))
+    with running_engine(world.options(dtype=dtype, lmcache_load=load)) as engine:
+        cold = engine.ask(first)
+        assert cold.num_cached == 0
+        again = engine.ask(first)
+        assert again.num_cached == 896, "vLLM's own prefix cache"
+        await_chunks(sidecar, whole_chunks(1000))
+        engine.reset()
+        hit = engine.ask(first)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+        engine.reset()
+        branched = engine.ask(branch)
+        assert branched.num_cached == 2 * CHUNK_SIZE, "of the 640 tokens that both have"
+        await_chunks(sidecar, whole_chunks(1000) + 1)
+        engine.reset()
+        strange = engine.ask(other)
+        assert strange.num_cached == 0
+        await_chunks(sidecar, whole_chunks(1000, 900) + 1)
+        engine.reset()
+        both = engine.generate([branch, other])
+        assert [answer.num_cached for answer in both] == [3 * CHUNK_SIZE, 3 * CHUNK_SIZE]
+    world.references.check([cold, again, hit, branched, strange, *both], [first, first, first, branch, other, branch, other], LLAMA, dtype)
+
+
+@EITHER_LOAD
+def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> None:
+    sidecar = world.sidecar()
+    short, long = Ask(prompt(4, 600)), Ask(prompt(4, 600) + prompt(5, 500))
+    with running_engine(world.options(lmcache_load=load)) as engine:
+        fill(engine, sidecar, long)
+        both = engine.generate([short, long])
+        assert [answer.num_cached >= 512 for answer in both] == [True, True]
+        engine.reset()
+        swapped = engine.generate([long, short])
+        assert swapped[0].num_cached >= 1024
+    world.references.check([*both, *swapped], [short, long, long, short], LLAMA)
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize("length", [4 * CHUNK_SIZE, 4 * CHUNK_SIZE + 1, 4 * CHUNK_SIZE - 1])
+def test_prompts_that_end_with_a_chunk(world: World, load: str, length: int) -> None:
+    """At least one token has to be computed, or there is nothing to sample from."""
+    sidecar = world.sidecar()
+    ask = Ask(prompt(6, length))
+    with running_engine(world.options(lmcache_load=load)) as engine:
+        fill(engine, sidecar, ask)
+        hit = engine.ask(ask)
+        assert 3 * CHUNK_SIZE <= hit.num_cached <= length, (
+            "asynchronously the whole prompt, of which vLLM then computes the last token again"
+        )
+    world.references.check([hit], [ask], LLAMA)
+
+
+def test_what_a_first_process_computed_a_second_one_finds(world: World) -> None:
+    """Also while the first one lives and goes on."""
+    sidecar = world.sidecar()
+    ask, answered = Ask(prompt(7, 1000)), Ask(prompt(8, 1000))
+    second = world.owner.engine("second")
+    with running_engine(world.options()) as engine:
+        fill(engine, sidecar, ask)
+        second.open(world.options())
+        found = second.ask(ask)
+        assert found.num_cached == 3 * CHUNK_SIZE
+        assert second.ask(answered).num_cached == 0
+        await_chunks(sidecar, whole_chunks(1000, 1000))
+        back = engine.ask(answered)
+        assert back.num_cached == 3 * CHUNK_SIZE, "and what the second one computed the first one finds"
+    world.references.check([found, back], [ask, answered], LLAMA)

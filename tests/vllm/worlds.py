@@ -1,0 +1,74 @@
+"""What most tests begin with: a sidecar, and engine options that point at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, engine_options, transfer_config
+from tests.vllm.models import LLAMA
+from tests.vllm.processes import Owner, Service
+from tests.vllm.references import References
+from tests.vllm.sidecars import await_chunks, num_chunks, sidecar, socket_of
+
+BOUND_S = 12.0
+"""No request of a test may last longer, whatever happens to the cache. Most take a tenth of a second; two waits on a sidecar that hangs
+are four seconds, and the machine is busy."""
+
+EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
+
+
+@dataclass
+class World:
+    """One test's processes and models.
+
+    Attributes:
+        owner: Owner of the processes.
+        models: Directory of the models.
+        references: Answers without a cache.
+    """
+
+    owner: Owner
+    models: Path
+    references: References
+
+    def sidecar(self, name: str = "sidecar", **settings: Any) -> Service:
+        """A running sidecar."""
+        return sidecar(self.owner, name, **settings)
+
+    def options(self, model: str = LLAMA, at: str = "sidecar", policy: str = "recompute", **options: Any) -> dict[str, Any]:
+        """Options of an engine.
+
+        Args:
+            model: Which model.
+            at: Which sidecar, running or not.
+            policy: `kv_load_failure_policy`.
+            **options: The connector's if they begin with `lmcache_`, else the engine's.
+        """
+        connector = {name.removeprefix("lmcache_"): value for name, value in options.items() if name.startswith("lmcache_")}
+        others = {name: value for name, value in options.items() if not name.startswith("lmcache_")}
+        extra = {"sidecar_socket": str(socket_of(self.owner, at)), "chunk_size": CHUNK_SIZE} | connector
+        named = {f"lmcache.{name}": value for name, value in extra.items()}
+        return engine_options(self.models / model, kv_transfer_config=transfer_config(named, policy), **others)
+
+
+def whole_chunks(*lengths: int) -> int:
+    """How many whole chunks prompts of these lengths have."""
+    return sum(length // CHUNK_SIZE for length in lengths)
+
+
+def fill(engine: Engine, service: Service, ask: Ask) -> None:
+    """Have a prompt computed and stored, and forgotten by vLLM itself; none of its chunks may be there yet.
+
+    Args:
+        engine: Who computes it.
+        service: The sidecar that gets it.
+        ask: The prompt.
+    """
+    before = num_chunks(service)
+    assert engine.ask(ask).num_cached == 0
+    await_chunks(service, before + whole_chunks(len(ask.tokens)))
+    engine.reset()
