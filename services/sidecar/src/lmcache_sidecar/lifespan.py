@@ -32,8 +32,13 @@ from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
 from lmcache_sidecar.arena import ArenaKeeper, open_arena
+from lmcache_sidecar.descriptions import Descriptions
+from lmcache_sidecar.explainer import Explainer
+from lmcache_sidecar.handover import Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
+from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
+from lmcache_sidecar.pinned import PinBoard
 from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
@@ -44,6 +49,7 @@ logger = logging.getLogger(__name__)
 wait_before_retry = asyncio.sleep
 
 CLIENT_TIMEOUT_S = 1.0
+PIN_CHECK_S = 1.0
 ARENA_RETRY_S = 5.0
 
 
@@ -104,13 +110,34 @@ class _Opening:
             keeper.extents,
         )
         socket_server = SocketServer(settings.socket_path, context)
-        parts = SidecarParts(settings.instance_id, "", arena, stack, tiers.local, socket_server, None, None, settings.drain_timeout_s)
-        await self._open_peer_server(parts, codecs)
+        parts = self._make_parts(arena, stack, tiers, socket_server, counters)
+        await self._open_peer_server(parts, codecs, counters)
         await self._join(parts)
         keeper.start(self._tasks, tiers.hot, self._announcer, counters)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
         self._add_health_checks(parts)
+        self._state.before_stop.append(parts.drain.run)  # while REST tells how far it is
+        self._exits.push_async_callback(parts.drain.run)
+        return parts
+
+    def _make_parts(
+        self, arena: SharedArena, stack: TierStack, tiers: SidecarTiers, socket_server: SocketServer, counters: Counters
+    ) -> SidecarParts:
+        settings = self._settings
+        holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
+        sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
+        if holders is not None and self._broker is not None:
+            sources.append(PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s))
+        listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
+        chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
+        handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
+        drain = Drain(settings.drain_timeout_s, stack, handover, self._tasks, counters)
+        pins = PinBoard(stack, arena.size, settings.tier_timeout_s)
+        self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
+        explainer = Explainer(tiers, holders, settings.tier_timeout_s)
+        parts = SidecarParts(settings, arena, stack, tiers, socket_server, drain, pins, explainer, Descriptions())
+        drain.when_it_begins(parts.begin_drain)
         return parts
 
     async def _open_probes(self) -> None:
@@ -161,10 +188,10 @@ class _Opening:
         tiers = maker.make(keeper.allocator, keeper.on_kept, self._lookup, self._broker)
         stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
         await stack.open()
-        self._exits.push_async_callback(stack.close, self._settings.drain_timeout_s)
+        self._exits.push_async_callback(stack.close)  # what can be written has been, by the drain
         return stack, tiers
 
-    async def _open_peer_server(self, parts: SidecarParts, codecs: Codecs) -> None:
+    async def _open_peer_server(self, parts: SidecarParts, codecs: Codecs, counters: Counters) -> None:
         settings = self._settings
         verifier = None
         authenticate: Authenticate = self._state.tokens.authenticate
@@ -172,8 +199,10 @@ class _Opening:
             verifier = TicketVerifier(read_ticket_keys(settings.ticket_keys_file), settings.instance_id).verify
             if settings.auth_tokens_file is None:
                 authenticate = _refuse_without_ticket
+        store = LocalStore(parts.stack, accepts_puts=parts.takes_handovers)
+        door = HandoverDoor(store, settings.tenant, codecs.is_lossy(settings.peer_serde), counters)
         server = LmServer(
-            EncodingStore(LocalStore(parts.stack, accepts_puts=lambda: False), codecs, settings.peer_serde),
+            EncodingStore(door, codecs, settings.peer_serde),
             authenticate,
             host=settings.lm_host,
             port=settings.lm_port,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.memory import SharedArena
@@ -11,7 +13,13 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
 
+from lmcache_sidecar.descriptions import Descriptions
+from lmcache_sidecar.explainer import Explainer
+from lmcache_sidecar.handover import Drain
+from lmcache_sidecar.pinned import PinBoard
+from lmcache_sidecar.settings import SidecarSettings
 from lmcache_sidecar.socket import SocketServer
+from lmcache_sidecar.tiers import SidecarTiers
 
 
 @dataclass(slots=True)
@@ -19,28 +27,49 @@ class SidecarParts:
     """Everything that the lifespan has opened.
 
     Attributes:
-        instance: Instance id.
-        distributed_url: Where peers reach this sidecar.
+        settings: As loaded.
         arena: The shared memory.
         stack: All tiers.
-        local_tiers: Those of them that keep chunks in this pod.
+        tiers: The same, by what they are.
         socket_server: Clients of the pod.
+        drain: The way to the end.
+        pins: What operators keep hot.
+        explainer: Tells where chunks are.
+        descriptions: How engines name KV.
+        distributed_url: Where peers reach this sidecar.
         reporter: Reports to lookup; None without a lookup_url.
         registration: Lease at the broker; None without a broker_url.
-        drain_timeout_s: How long a drain waits for pending writes.
-        is_draining: No new stores.
+        started_at: On the monotonic clock.
     """
 
-    instance: str
-    distributed_url: str
+    settings: SidecarSettings
     arena: SharedArena
     stack: TierStack
-    local_tiers: tuple[StorageBackend, ...]
+    tiers: SidecarTiers
     socket_server: SocketServer
-    reporter: InstanceReporter | None
-    registration: PeerRegistration | None
-    drain_timeout_s: float
-    is_draining: bool = False
+    drain: Drain
+    pins: PinBoard
+    explainer: Explainer
+    descriptions: Descriptions
+    distributed_url: str = ""
+    reporter: InstanceReporter | None = None
+    registration: PeerRegistration | None = None
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def instance(self) -> str:
+        """Instance id."""
+        return self.settings.instance_id
+
+    @property
+    def local_tiers(self) -> tuple[StorageBackend, ...]:
+        """Those tiers that keep chunks in this pod."""
+        return self.tiers.local
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether this sidecar takes nothing new."""
+        return self.drain.has_begun
 
     @property
     def is_registered(self) -> bool:
@@ -53,14 +82,19 @@ class SidecarParts:
         """Whether everything stored has been written below and reported to lookup."""
         return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
 
-    async def clear(self) -> int:
-        """Forget every chunk of the local tiers; the number in the one that held most."""
-        return await self.stack.clear(search_range=LOCAL_TIERS)
+    def takes_handovers(self) -> bool:
+        """Whether peers may put chunks here just now."""
+        return self.settings.accept_handover and not self.is_draining
 
-    async def drain(self) -> bool:
-        """Take no new stores, ask for no new pulls, wait for pending writes; False when they took too long."""
-        self.is_draining = True
+    async def clear(self, tiers: Sequence[str] = LOCAL_TIERS) -> int:
+        """Forget every chunk of these local tiers; the number in the one that held most."""
+        num_chunks = await self.stack.clear(search_range=tiers)
+        await self.pins.expire()
+        return num_chunks
+
+    def begin_drain(self) -> None:
+        """Take nothing new from now on: what the parts do at once, before anything is waited for."""
         self.socket_server.refuse_stores()
+        self.pins.close()
         if self.registration is not None:
             self.registration.drain()
-        return await self.stack.drain(self.drain_timeout_s)

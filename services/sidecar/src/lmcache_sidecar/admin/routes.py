@@ -70,4 +70,5 @@ async def clear(parts: Parts) -> schemas.ClearAnswer:
 @router.post("/drain", dependencies=[admin_role])
 async def drain(parts: Parts) -> schemas.DrainAnswer:
     """Take no new stores, ask for no new pulls, and wait (bounded) until what is pending has been written."""
-    return schemas.DrainAnswer(draining=True, settled=await parts.drain())
+    await parts.drain.run()
+    return schemas.DrainAnswer(draining=True, settled=parts.is_settled)

@@ -1,0 +1,134 @@
+"""Chunks that an operator keeps hot for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.storage.stack import TierStack
+
+MAX_PINNED_CHUNKS = 4096
+PINNED_SHARE = 2
+"""Pinned chunks may hold one part in this many of the arena."""
+BATCH_CHUNKS = 16
+PIN_BOUND = "pin_bound"
+"""Why a chunk is not pinned that is there: too much is pinned already."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedChunk:
+    """A chunk that is kept.
+
+    Attributes:
+        key: Its name.
+        num_bytes: What it takes of the arena.
+        expires_in_s: How long yet.
+    """
+
+    key: ChunkKey
+    num_bytes: int
+    expires_in_s: float
+
+
+@dataclass(slots=True)
+class _Pin:
+    chunk: Chunk
+    ends_at: float
+
+
+class PinBoard:
+    """Holds a reference on every pinned chunk, which keeps it from being evicted. On the event loop only.
+
+    Args:
+        stack: The tiers; a chunk that is not hot is lifted.
+        arena_bytes: Size of the arena.
+        timeout_s: Longest wait on the slower tiers for a batch of chunks.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, stack: TierStack, arena_bytes: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stack = stack
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._pins: dict[ChunkKey, _Pin] = {}
+        self._is_closed = False
+        self.max_bytes = arena_bytes // PINNED_SHARE
+        self.num_bytes = 0
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._pins
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def pins(self) -> list[PinnedChunk]:
+        """Everything that is pinned now."""
+        now = self._clock()
+        return [PinnedChunk(key, _size(pin.chunk), max(0.0, pin.ends_at - now)) for key, pin in self._pins.items()]
+
+    async def pin(self, keys: Sequence[ChunkKey], ttl_s: float) -> dict[ChunkKey, str]:
+        """Keep chunks hot from now on for `ttl_s` seconds, also those that are pinned already.
+
+        Returns:
+            Why not, for each that is not pinned: the reason of its miss, or `PIN_BOUND`.
+        """
+        reasons: dict[ChunkKey, str] = {}
+        for at in range(0, len(keys), BATCH_CHUNKS):
+            batch = list(dict.fromkeys(keys[at : at + BATCH_CHUNKS]))
+            fresh = [key for key in batch if key not in self._pins]
+            is_full = self.num_bytes >= self.max_bytes or len(self._pins) >= MAX_PINNED_CHUNKS
+            if fresh and not is_full:
+                results = await self._stack.batched_get(fresh, self._timeout_s)
+                reasons |= self._take(fresh, results)
+            elif fresh:
+                reasons |= dict.fromkeys(fresh, PIN_BOUND)
+            for key in batch:
+                if key in self._pins:
+                    self._pins[key].ends_at = self._clock() + ttl_s
+        return reasons
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> int:
+        """Keep these no longer; how many were pinned."""
+        gone = [self._pins.pop(key) for key in list(keys) if key in self._pins]
+        for pin in gone:
+            self.num_bytes -= _size(pin.chunk)
+            pin.chunk.release()
+        return len(gone)
+
+    def unpin_hashes(self, chunk_hashes: frozenset[str]) -> int:
+        """Keep the chunks of these hashes no longer, of whatever rank and group; how many were pinned."""
+        return self.unpin([key for key in self._pins if key.key.chunk_hash in chunk_hashes])
+
+    async def expire(self) -> None:
+        """Let go of pins whose time is over, and of chunks that are no longer served."""
+        now = self._clock()
+        kept = self._stack.hot.contains_many(list(self._pins))
+        self.unpin([key for (key, pin), is_kept in zip(self._pins.items(), kept, strict=True) if pin.ends_at <= now or not is_kept])
+
+    def close(self) -> None:
+        """Let go of everything, and pin nothing any more: the sidecar is on its way to its end. Idempotent."""
+        self._is_closed = True
+        self.unpin(list(self._pins))
+
+    def _take(self, keys: Sequence[ChunkKey], results: Sequence[Result]) -> dict[ChunkKey, str]:
+        reasons: dict[ChunkKey, str] = {}
+        for key, result, is_kept in zip(keys, results, self._stack.hot.contains_many(keys), strict=True):
+            if isinstance(result, Miss):
+                reasons[key] = result.reason.value
+                continue
+            is_within = self.num_bytes + _size(result) <= self.max_bytes and len(self._pins) < MAX_PINNED_CHUNKS
+            if key in self._pins or self._is_closed or not is_kept or not is_within:
+                result.release()
+                if key not in self._pins:
+                    reasons[key] = PIN_BOUND if is_kept else MissReason.NO_MEMORY.value
+                continue
+            self._pins[key] = _Pin(result, 0.0)
+            self.num_bytes += _size(result)
+        return reasons
+
+
+def _size(chunk: Chunk) -> int:
+    return chunk.memory.metadata.phy_size
