@@ -42,10 +42,9 @@ class Descriptions:
         if not self._known:
             raise ConflictError("how KV is named here is not known yet: an engine must have connected to this sidecar once")
         if not found:
-            models = ", ".join(
-                repr(name) for name in list(dict.fromkeys(known.model_name for known in reversed(self._known)))[:MAX_NAMED_MODELS]
-            )
-            raise ConflictError(f"no engine of the model {model_name!r} has connected; known: {models}")
+            models = dict.fromkeys(repr(known.model_name) for known in reversed(self._known))
+            named = ", ".join(list(models)[:MAX_NAMED_MODELS])
+            raise ConflictError(f"no engine of the model {model_name!r} has connected; known: {named}")
         return found
 
 

@@ -32,7 +32,6 @@ from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
 from lmcache_sidecar.arena import ArenaKeeper, open_arena
-from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover import Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
 from lmcache_sidecar.holders import Holders
@@ -110,7 +109,7 @@ class _Opening:
             keeper.extents,
         )
         socket_server = SocketServer(settings.socket_path, context)
-        parts = self._make_parts(arena, stack, tiers, socket_server, counters)
+        parts = self._make_parts(context, tiers, socket_server)
         await self._open_peer_server(parts, codecs, counters)
         await self._join(parts)
         keeper.start(self._tasks, tiers.hot, self._announcer, counters)
@@ -121,10 +120,8 @@ class _Opening:
         self._exits.push_async_callback(parts.drain.run)
         return parts
 
-    def _make_parts(
-        self, arena: SharedArena, stack: TierStack, tiers: SidecarTiers, socket_server: SocketServer, counters: Counters
-    ) -> SidecarParts:
-        settings = self._settings
+    def _make_parts(self, context: SessionContext, tiers: SidecarTiers, socket_server: SocketServer) -> SidecarParts:
+        settings, stack, counters = self._settings, context.stack, context.counters
         holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
         sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
         if holders is not None and self._broker is not None:
@@ -133,10 +130,10 @@ class _Opening:
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
         handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
         drain = Drain(settings.drain_timeout_s, stack, handover, self._tasks, counters)
-        pins = PinBoard(stack, arena.size, settings.tier_timeout_s)
+        pins = PinBoard(stack, context.arena.size, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
         explainer = Explainer(tiers, holders, settings.tier_timeout_s)
-        parts = SidecarParts(settings, arena, stack, tiers, socket_server, drain, pins, explainer, Descriptions())
+        parts = SidecarParts(settings, context.arena, stack, tiers, socket_server, drain, pins, explainer, context.descriptions)
         drain.when_it_begins(parts.begin_drain)
         return parts
 

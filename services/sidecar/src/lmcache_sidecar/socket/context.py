@@ -10,6 +10,7 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 
 from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
+from lmcache_sidecar.descriptions import Descriptions
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SessionContext:
         tasks: Owner of background lifts.
         counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
         extents: Hears of what clients are lent.
+        descriptions: Hears how clients name KV.
     """
 
     stack: TierStack
@@ -39,3 +41,4 @@ class SessionContext:
     tasks: TaskSupervisor
     counters: Counters
     extents: ReservedExtents = field(default_factory=UnrecordedExtents)
+    descriptions: Descriptions = field(default_factory=Descriptions)

@@ -243,6 +243,7 @@ class Session:
         return m.StageOk(staged.is_ready, staged.tiers)
 
     def _describe(self, request: m.Describe) -> m.DescribeOk:
+        self._context.descriptions.note(request)
         self._descriptions.pop(request, None)
         self._descriptions[request] = None
         if len(self._descriptions) > MAX_DESCRIPTIONS:
