@@ -202,9 +202,9 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             for rank in range(world_size)
         ]
 
-    def head(self, num_chunks: int) -> ChunkChain:
-        """The chain of the first so many chunks."""
-        return msgspec.structs.replace(self, hashes=self.hashes[: num_chunks * CHUNK_HASH_BYTES])
+    def part(self, start: int, end: int) -> ChunkChain:
+        """The chain of the chunks from number `start` to the one in front of `end`."""
+        return msgspec.structs.replace(self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES])
 
     def _hex_hashes(self) -> list[str]:
         digits = self.hashes.hex()

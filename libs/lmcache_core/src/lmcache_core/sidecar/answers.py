@@ -83,7 +83,7 @@ def fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
     if num_keys <= m.MAX_STAGE_KEYS:
         return tuple(chains)
     num_chunks = m.MAX_STAGE_KEYS // sum(chain.world_size for chain in chains)
-    return tuple(chain.head(num_chunks) for chain in chains)
+    return tuple(chain.part(0, num_chunks) for chain in chains)
 
 
 def fitted_ticket(ticket: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,9 @@ STAGE_LEASE_S = 120.0
 """So long after the last word about a ticket it is forgotten: whoever asked has gone or does not need it."""
 SWEEP_INTERVAL_S = 5.0
 """How often an owner calls `expire`."""
+HOT_BLOCK_KEYS = 512
+LIFT_BLOCK_KEYS = 4096
+"""So many keys are looked at in one go: of a long chain of which little is there, the rest costs nothing."""
 PROBE_SHARE = 2
 """Finding out who has what may take one part in this many of a lift's time: a tier that hangs leaves time to read from the others."""
 
@@ -41,19 +44,23 @@ class _StagedChain:
 
     def __init__(self, tenant: str, chain: ChunkChain) -> None:
         self.num_ranks = chain.world_size
-        self.names = [ChunkKey(tenant, key) for key in chain.keys_by_chunk()]
         self.tiers = bytearray(chain.num_chunks)
+        self._tenant = tenant
+        self._chain = chain
 
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
-        """The names of these chunks, those of one chunk together."""
-        if len(numbers) == len(self.tiers):
-            return self.names
-        num_ranks, names = self.num_ranks, self.names
-        return [name for i in numbers for name in names[i * num_ranks : (i + 1) * num_ranks]]
+        """The names of these chunks, in ascending order, those of one chunk together."""
+        start, end = numbers[0], numbers[-1] + 1
+        names = [ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()]
+        if len(numbers) == end - start:
+            return names
+        num_ranks = self.num_ranks
+        return [name for i in numbers for name in names[(i - start) * num_ranks : (i - start + 1) * num_ranks]]
 
-    def settle(self) -> None:
-        """Nothing more will be looked for."""
-        self.names = []
+    def blocks(self, numbers: Sequence[int], num_keys: int) -> Iterator[Sequence[int]]:
+        """These chunks, in pieces of about so many keys."""
+        step = max(1, num_keys // self.num_ranks)
+        return (numbers[at : at + step] for at in range(0, len(numbers), step))
 
 
 class _Ticket:
@@ -67,12 +74,6 @@ class _Ticket:
         self.is_ready = True
         self.is_over = False
         self.last_word = 0.0
-
-    def settle(self) -> None:
-        """Nothing more will come."""
-        for chain in self.chains:
-            chain.settle()
-        self.is_ready = True
 
     def staged(self) -> Staged:
         return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
@@ -137,19 +138,17 @@ class Staging:
             if self._is_closed or not chains or (known is None and len(self._tickets) >= MAX_TICKETS):
                 return entry.staged()
             for chain in entry.chains:
-                self._hold(entry, chain, range(len(chain.tiers)))
+                self._hold_hot(entry, chain)
             if known is not None:
                 self._end(known)  # after the new one has taken its own, so that what both want is held all the time
             entry.last_word = now
             self._tickets[ticket] = entry
             self._tickets.move_to_end(ticket)
             self._begin_lift(entry, deadline_s, recompute_s)
-            if entry.is_ready:
-                entry.settle()
             return entry.staged()
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """Hold nothing for these tickets any more; unknown ones are passed over. A lift goes on, and what it brings stays hot."""
+        """Hold nothing for these tickets any more; unknown ones are passed over. What is being read for them goes on, and stays hot."""
         with self._lock:
             for name in tickets:
                 ticket = self._tickets.pop(name, None)
@@ -189,6 +188,12 @@ class Staging:
         for chunk in ticket.held:
             chunk.release()
         ticket.held.clear()
+
+    def _hold_hot(self, ticket: _Ticket, chain: _StagedChain) -> None:
+        for numbers in chain.blocks(range(len(chain.tiers)), HOT_BLOCK_KEYS):
+            self._hold(ticket, chain, numbers)
+            if ticket.is_prefix and not chain.tiers[numbers[-1]]:
+                return
 
     def _hold(self, ticket: _Ticket, chain: _StagedChain, numbers: Sequence[int], codes: Sequence[int] | None = None) -> None:
         """Take references on those of these chunks that are hot for all ranks and that there is room for.
@@ -231,22 +236,33 @@ class Staging:
                 for chain in ticket.chains:
                     chains.create_task(self._lift_chain(ticket, chain, limit_s, recompute_s))
         finally:
-            ticket.settle()
+            ticket.is_ready = True
             self._room.end_lift()
 
     async def _lift_chain(self, ticket: _Ticket, chain: _StagedChain, limit_s: float, recompute_s: float | None) -> None:
         """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is not read at all."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
+        missing = [i for i, tier in enumerate(chain.tiers) if not tier][: self._num_affordable(chain.num_ranks)]
+        for numbers in chain.blocks(missing, LIFT_BLOCK_KEYS):
+            left_s = deadline - clock()
+            if left_s > 0 and not ticket.is_over:
+                await self._lift_block(ticket, chain, numbers, left_s, recompute_s)
+            if ticket.is_prefix and not chain.tiers[numbers[-1]]:
+                return
+
+    async def _lift_block(
+        self, ticket: _Ticket, chain: _StagedChain, numbers: Sequence[int], limit_s: float, recompute_s: float | None
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + limit_s
         num_ranks = chain.num_ranks
-        missing = [i for i, tier in enumerate(chain.tiers) if not tier][: self._num_affordable(num_ranks)]
-        tiers = await self._stack.batched_tiers(chain.names_of(missing), limit_s / PROBE_SHARE)
-        wanted = [missing[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
+        tiers = await self._stack.batched_tiers(chain.names_of(numbers), limit_s / PROBE_SHARE)
+        wanted = [numbers[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
         if not wanted:
             return
-        names = chain.names_of(wanted)
         results = await self._stack.batched_get(
-            names,
+            chain.names_of(wanted),
             max(0.0, deadline - clock()),
             prefix_only=ticket.is_prefix,
             search_range=sorted({tier for tier in tiers if tier is not None}),
