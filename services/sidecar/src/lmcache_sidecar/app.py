@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.log_level import create_log_router
 
-from lmcache_sidecar.admin.routes import router
+from lmcache_sidecar.admin import explain_routes, pin_routes, routes
 from lmcache_sidecar.lifespan import lifespan
 from lmcache_sidecar.settings import SidecarSettings
 
@@ -16,4 +17,5 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     Raises:
         ConfigError: The token file cannot be read.
     """
-    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=[router])
+    routers = [routes.router, pin_routes.router, explain_routes.router, create_log_router()]
+    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.sidecar.messages import Describe
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_servicekit.errors import ConflictError
 
 MAX_DESCRIPTIONS = 64
+MAX_NAMED_KEYS = 8192
+"""Chunks times ranks times groups of layers."""
 MAX_NAMED_MODELS = 8
 """Models that an error names."""
 
@@ -77,27 +80,34 @@ class Namer:
         self._tenant = tenant
         self._description = description
 
-    @property
-    def keys_per_chunk(self) -> int:
-        """Ranks times groups of layers."""
-        return self._description.world_size * len(self._description.groups)
-
-    def num_chunks(self, num_tokens: int) -> int:
-        """Chunks of so many tokens."""
-        return -(-num_tokens // self._description.chunk_size)
-
     def of_tokens(self, token_ids: Sequence[int]) -> list[NamedChunk]:
         """The chunks of a prompt of text, in order.
 
         Raises:
+            ConfigError: They have too many keys.
             ValueError: A token id is negative or above 2^32-1.
         """
+        self._check(-(-len(token_ids) // self._description.chunk_size))
         chain = chain_hashes(self._description.root, tokens_as_uint32(token_ids), self._description.chunk_size)
         return [self._named(digest.hex(), start, end) for start, end, digest in chain]
 
     def of_hashes(self, chunk_hashes: Sequence[str]) -> list[NamedChunk]:
-        """The chunks of these hashes."""
+        """The chunks of these hashes.
+
+        Raises:
+            ConfigError: They have too many keys.
+        """
+        self._check(len(chunk_hashes))
         return [self._named(chunk_hash) for chunk_hash in chunk_hashes]
+
+    def _check(self, num_chunks: int) -> None:
+        known = self._description
+        keys_per_chunk = known.world_size * len(known.groups)
+        if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
+            raise ConfigError(
+                f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks, {len(known.groups)} groups of layers): "
+                f"at most {MAX_NAMED_KEYS} keys at once; ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
+            )
 
     def _named(self, chunk_hash: str, start: int | None = None, end: int | None = None) -> NamedChunk:
         known = self._description

@@ -12,6 +12,8 @@ from lmcache_core.p2p import PeerRegistration
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
+from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
+from lmcache_servicekit.settings import is_loopback
 
 from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.explainer import Explainer
@@ -85,6 +87,24 @@ class SidecarParts:
     def takes_handovers(self) -> bool:
         """Whether peers may put chunks here just now."""
         return self.settings.accept_handover and not self.is_draining
+
+    def require_serving(self) -> None:
+        """For what makes no sense at the end.
+
+        Raises:
+            ConflictError: The sidecar is on its way to it.
+        """
+        if self.is_draining:
+            raise ConflictError("this sidecar is draining: it keeps nothing any more")
+
+    def require_loopback(self) -> None:
+        """For what no other machine may ask.
+
+        Raises:
+            PermissionDeniedError: REST listens on an address that others can reach.
+        """
+        if not is_loopback(self.settings.host):
+            raise PermissionDeniedError(f"this call is served on loopback only; this sidecar has host={self.settings.host!r}")
 
     async def clear(self, tiers: Sequence[str] = LOCAL_TIERS) -> int:
         """Forget every chunk of these local tiers; the number in the one that held most."""

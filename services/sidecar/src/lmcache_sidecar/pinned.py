@@ -98,9 +98,9 @@ class PinBoard:
             pin.chunk.release()
         return len(gone)
 
-    def unpin_hashes(self, chunk_hashes: frozenset[str]) -> int:
-        """Keep the chunks of these hashes no longer, of whatever rank and group; how many were pinned."""
-        return self.unpin([key for key in self._pins if key.key.chunk_hash in chunk_hashes])
+    def unpin_hashes(self, chunk_hashes: frozenset[str] | None) -> int:
+        """Keep the chunks of these hashes (all, if None) no longer, of whatever rank and group; how many were pinned."""
+        return self.unpin([key for key in self._pins if chunk_hashes is None or key.key.chunk_hash in chunk_hashes])
 
     async def expire(self) -> None:
         """Let go of pins whose time is over, and of chunks that are no longer served."""

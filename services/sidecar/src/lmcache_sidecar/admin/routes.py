@@ -1,13 +1,14 @@
-"""`/v1`: status, tiers, clients, chunks; evict, clear, drain."""
+"""`/v1`: status, tiers, clients, chunks; evict, clear, drain. Pins and explanations have files of their own."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
+from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_servicekit.auth import require_role
 
-from lmcache_sidecar.admin import schemas
+from lmcache_sidecar.admin import schemas, views
 from lmcache_sidecar.dependencies import Parts
 
 MAX_PAGE = 1000
@@ -20,16 +21,7 @@ admin_role = Depends(require_role("admin"))
 @router.get("/status", dependencies=[client_role])
 async def status(parts: Parts) -> schemas.Status:
     """The sidecar at a glance."""
-    return schemas.Status(
-        instance=parts.instance,
-        distributed_url=parts.distributed_url,
-        generation=f"{parts.arena.generation:016x}",
-        arena_bytes=parts.arena.size,
-        draining=parts.is_draining,
-        num_clients=len(parts.socket_server.sessions),
-        registered=parts.is_registered,
-        settled=parts.is_settled,
-    )
+    return views.status_of(parts)
 
 
 @router.get("/tiers", dependencies=[client_role])
@@ -41,7 +33,7 @@ async def tiers(parts: Parts) -> schemas.Tiers:
 @router.get("/clients", dependencies=[client_role])
 async def clients(parts: Parts) -> schemas.Clients:
     """Clients of the socket that are connected now."""
-    return schemas.Clients(clients=[schemas.ClientStatus.model_validate(s.describe()) for s in parts.socket_server.sessions])
+    return views.clients_of(parts)
 
 
 @router.get("/chunks", dependencies=[admin_role])
@@ -62,13 +54,21 @@ async def evict(parts: Parts, request: schemas.EvictRequest) -> schemas.EvictAns
 
 
 @router.post("/clear", dependencies=[admin_role])
-async def clear(parts: Parts) -> schemas.ClearAnswer:
-    """Forget every chunk of this sidecar's own tiers."""
-    return schemas.ClearAnswer(num_chunks=await parts.clear())
+async def clear(parts: Parts, request: schemas.ClearRequest | None = None) -> schemas.ClearAnswer:
+    """Forget every chunk of this sidecar's own tiers, or of those named."""
+    tiers = None if request is None else request.tiers
+    return schemas.ClearAnswer(num_chunks=await parts.clear(LOCAL_TIERS if tiers is None else tiers))
 
 
 @router.post("/drain", dependencies=[admin_role])
-async def drain(parts: Parts) -> schemas.DrainAnswer:
-    """Take no new stores, ask for no new pulls, and wait (bounded) until what is pending has been written."""
-    await parts.drain.run()
-    return schemas.DrainAnswer(draining=True, settled=parts.is_settled)
+async def drain(parts: Parts, wait: bool = True) -> schemas.DrainAnswer:
+    """Take no new stores, ask for no new pulls, finish pending writes, and hand on what only this sidecar holds.
+
+    Reads go on. The answer comes when that is done, or its time (`drain_timeout_s`) over; with `wait=false` at once, and
+    `GET /v1/status` tells how far it is.
+    """
+    parts.drain.begin()
+    if wait:
+        await parts.drain.run()
+    progress = schemas.DrainView.model_validate(parts.drain.progress)
+    return schemas.DrainAnswer(draining=True, settled=parts.is_settled, drain=progress)

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from lmcache_sidecar.handover import DrainState
+
+LocalTier = Literal["Hot", "LocalDiskBackend"]
+
+
+class DrainView(BaseModel):
+    """How far the drain is; `total` is the sum of the four figures behind it."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    state: DrainState
+    total: int = Field(description="Chunks held when it began")
+    handed_over: int = Field(description="Chunks that storage or a peer has taken")
+    already_elsewhere: int = Field(description="Chunks that somebody else held already")
+    failed: int = Field(description="Chunks that nobody took, or that could not be read")
+    left: int = Field(description="Chunks not dealt with, so far or in time")
 
 
 class Status(BaseModel):
     """The sidecar at a glance."""
 
     instance: str
+    version: str
+    uptime_s: float
     distributed_url: str
     generation: str
     arena_bytes: int
+    verify_hot: str
+    accepts_handover: bool = Field(description="Whether peers may hand over chunks just now")
     draining: bool
+    drain: DrainView
     num_clients: int
     registered: bool
     settled: bool = Field(description="Whether everything stored has reached the slower tiers and lookup")
+    pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
+    reserved_bytes: int = Field(description="Arena memory that engines are filling")
+    held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
+    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/pin`)")
+
+
+class Description(BaseModel):
+    """How a client names KV."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    fmt: str
+    model_name: str
+    world_size: int
+    chunk_size: int
+    groups: list[str]
 
 
 class ClientStatus(BaseModel):
@@ -24,10 +64,14 @@ class ClientStatus(BaseModel):
     client: str
     pid: int
     rank: int
+    world_size: int
     model: str
     num_reservations: int
     reserved_bytes: int
     num_pins: int
+    pinned_bytes: int
+    num_tickets: int
+    descriptions: list[Description]
 
 
 class Clients(BaseModel):
@@ -63,6 +107,14 @@ class EvictAnswer(BaseModel):
     freed_bytes: int
 
 
+class ClearRequest(BaseModel):
+    """Which tiers forget what they hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tiers: list[LocalTier] | None = Field(None, min_length=1, description="Without it, all tiers of this pod")
+
+
 class ClearAnswer(BaseModel):
     """What was forgotten."""
 
@@ -74,3 +126,4 @@ class DrainAnswer(BaseModel):
 
     draining: bool
     settled: bool
+    drain: DrainView

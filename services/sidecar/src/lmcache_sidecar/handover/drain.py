@@ -50,8 +50,8 @@ class Drain:
         """Call this, once, when the first drain begins."""
         self._before.append(callback)
 
-    async def run(self) -> None:
-        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see `progress`."""
+    def begin(self) -> None:
+        """Drain in the background, for up to `timeout_s` seconds, if that is not being done or has been done."""
         if self._ended is None or (self._ended.is_set() and not self._is_complete):
             is_first, self._ended = self._ended is None, asyncio.Event()
             if is_first:
@@ -59,7 +59,12 @@ class Drain:
                     callback()
             if not self._tasks.start("drain", self._drain(self._ended)):
                 self._ended.set()
-        await self._ended.wait()
+
+    async def run(self) -> None:
+        """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see `progress`."""
+        self.begin()
+        if self._ended is not None:
+            await self._ended.wait()
 
     @property
     def _is_complete(self) -> bool:
