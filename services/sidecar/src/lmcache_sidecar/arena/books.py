@@ -70,6 +70,11 @@ class ExtentBooks:
         """Whether what is in the arena now will outlive this process."""
         return self._journal.is_recording
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lent or kept."""
+        return not self._state
+
     def open(self) -> None:
         """Begin a new journal, before anything is lent. One that cannot be written is done without, and tried again later."""
         try:

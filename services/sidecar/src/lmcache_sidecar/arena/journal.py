@@ -104,15 +104,15 @@ class Journal:
         Raises:
             JournalError: There is none, or it is not to be trusted.
         """
+        data = b""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    raise JournalError(f"{self.path} is not a file that this user alone may write")
+                data = file.read(2 * MAX_JOURNAL_BYTES + 1)
         except OSError as exc:
             raise JournalError(f"{self.path}: {exc.strerror}") from exc
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise JournalError(f"{self.path} is not a file that this user alone may write")
-            data = file.read(2 * MAX_JOURNAL_BYTES + 1)
         if len(data) > 2 * MAX_JOURNAL_BYTES:
             raise JournalError(f"{self.path} is longer than any that is written")
         return read_entries(data)

@@ -55,7 +55,6 @@ class ArenaKeeper:
         self.extents: ReservedExtents = UnrecordedExtents() if books is None else books
         self.on_kept: OnKept | None = None if books is None else books.kept
         self._books = books
-        self._is_new = opened.is_new
         chunks = self.allocator.take([(entry.offset, entry.length) for entry in found.committed])
         lent = {generation: self.allocator.take(extents) for generation, extents in found.lent.items()}
         self._chunks: list[tuple[Committed, MemoryObj]] = list(zip(found.committed, chunks, strict=True))
@@ -94,7 +93,7 @@ class ArenaKeeper:
         self._earlier.close()
         if self._recovery is not None:
             self._recovery.close()
-        if self._books is None or (self._is_new and self._recovery is None):
+        if self._books is None or (self._books.is_empty and self._recovery is None):
             unlink_shared_arena(self.arena)
             if self._books is not None:
                 self._books.remove()

@@ -27,13 +27,11 @@ class OpenedArena:
         arena: The memory.
         books: What is in it, written down; None where nothing is to outlive this process.
         found: What is in it already. Those extents are to be taken out of its allocator.
-        is_new: Whether the file was made just now.
     """
 
     arena: SharedArena
     books: ExtentBooks | None
     found: Found
-    is_new: bool
 
 
 def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
@@ -61,7 +59,7 @@ def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
             books = ExtentBooks(arena, journal, found)
             books.open()
         undo.pop_all()
-    return OpenedArena(arena, books, found, is_new=opened is None)
+    return OpenedArena(arena, books, found)
 
 
 def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[SharedArena, Found] | None:

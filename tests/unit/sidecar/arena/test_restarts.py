@@ -1,0 +1,503 @@
+"""What one start of an arena leaves to the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.memory.arena_locks import generation_path, generations_in, join_generation
+from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits
+from lmcache_core.testing.chunks import make_key
+from lmcache_sidecar import metrics
+from lmcache_sidecar.arena import books as books_module
+from lmcache_sidecar.arena import journal as journal_module
+from lmcache_sidecar.arena.journal import FILE_NAME, Journal, JournalFile
+
+from tests.fixtures.arena import ARENA_BYTES, ArenaStart, make_bytes
+
+WAYS_TO_END = ["kill", "stop"]
+
+
+def leave(directory: Path, names: str, end: str = "kill") -> None:
+    """A start that stores chunks of these names and ends."""
+    start = ArenaStart(directory)
+    start.recover()
+    for name in names:
+        assert start.store(name)
+    getattr(start, end)()
+
+
+def names_of(start: ArenaStart, names: str) -> dict[object, bytes]:
+    return {make_key(name): make_bytes(name, 1000) for name in names}
+
+
+@pytest.mark.parametrize("end", WAYS_TO_END)
+def test_chunks_are_served_again_once_they_are_checked(tmp_path: Path, end: str) -> None:
+    leave(tmp_path, "abc", end)
+    start = ArenaStart(tmp_path)
+    assert start.served() == {}
+    assert start.keeper.status.recovery.found_chunks == 3
+    assert start.keeper.allocator.used_bytes == 3 * 1024
+    start.recover()
+    assert start.served() == names_of(start, "abc")
+    assert start.announced == [make_key(name) for name in "abc"]
+    assert start.counters.snapshot() == {(metrics.RECOVERED_CHUNKS_TOTAL, ""): 3}
+    start.check_integrity()
+    assert start.hot.clear_now() == 3
+    assert start.keeper.allocator.used_bytes == 0
+    start.stop()
+
+
+def test_a_third_start_finds_what_the_second_has_added_and_left_unchecked(tmp_path: Path) -> None:
+    leave(tmp_path, "abc")
+    second = ArenaStart(tmp_path)  # killed before it has checked anything
+    assert second.store("d")
+    second.kill()
+    third = ArenaStart(tmp_path)
+    third.recover()
+    assert third.served() == names_of(third, "abcd")
+    third.stop()
+
+
+def test_the_order_of_eviction_outlives_a_restart(tmp_path: Path) -> None:
+    leave(tmp_path, "abcd")
+    start = ArenaStart(tmp_path)
+    start.recover()
+    assert start.hot.evict_bytes(2000) == 2048
+    assert set(start.served()) == {make_key("c"), make_key("d")}
+    start.stop()
+
+
+def test_what_was_forgotten_stays_forgotten(tmp_path: Path) -> None:
+    start = ArenaStart(tmp_path)
+    for name in "abc":
+        start.store(name)
+    start.hot.remove_many([make_key("b")])
+    start.look()
+    start.kill()
+    again = ArenaStart(tmp_path)
+    again.recover()
+    assert again.served() == names_of(again, "ac")
+    again.stop()
+
+
+def test_a_damaged_chunk_is_freed_and_counted(tmp_path: Path) -> None:
+    leave(tmp_path, "abc")
+    with (tmp_path / ARENA_NAME).open("r+b") as file:
+        offset = file.read().index(make_bytes("b", 1000))
+        file.seek(offset + 500)
+        file.write(bytes([make_bytes("b", 1000)[500] ^ 1]))
+    start = ArenaStart(tmp_path)
+    start.recover()
+    assert start.served() == names_of(start, "ac")
+    assert start.keeper.status.recovery.damaged_chunks == 1
+    assert start.counters.snapshot()[metrics.UNRECOVERED_CHUNKS_TOTAL, "damaged"] == 1
+    assert start.keeper.allocator.used_bytes == 2048
+    start.check_integrity()
+    start.look()
+    start.kill()
+    again = ArenaStart(tmp_path)
+    assert again.keeper.status.recovery.found_chunks == 2, "it is not looked at twice"
+    again.stop()
+
+
+def test_tenants_quotas_and_ages_are_respected(tmp_path: Path) -> None:
+    start = ArenaStart(tmp_path)
+    for name in "abc":
+        start.store(name, tenant="small")
+    start.store("a", tenant="large")
+    start.kill()
+    quotas = TenantQuotas(by_tenant={"small": 2 * 1024})
+    second = ArenaStart(tmp_path, limits=TierLimits(quotas=quotas))
+    second.recover()
+    assert set(second.served()) == {make_key("b", "small"), make_key("c", "small"), make_key("a", "large")}
+    second.look()
+    second.kill()
+    third = ArenaStart(tmp_path, limits=TierLimits(ttl_s=1e-6))
+    third.recover()
+    assert third.served() == {}
+    assert third.announced == []
+    assert third.keeper.status.recovery.dropped_chunks == 3
+    third.stop()
+
+
+def test_a_chunk_that_was_stored_anew_meanwhile_stays(tmp_path: Path) -> None:
+    leave(tmp_path, "a")
+    start = ArenaStart(tmp_path)
+    assert start.store("a")
+    start.recover()
+    assert start.served() == names_of(start, "a")
+    assert start.keeper.allocator.used_bytes == 1024
+    assert start.keeper.status.recovery.dropped_chunks == 1
+    start.check_integrity()
+    start.stop()
+
+
+def test_memory_that_a_client_may_still_write_to_is_used_by_nobody(tmp_path: Path) -> None:
+    first = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, first.keeper.arena.generation)
+    (lent,) = first.reserve(3000)
+    first.store("a")
+    first.kill()
+    for _ in range(3):
+        start = ArenaStart(tmp_path)
+        start.recover()
+        start.look()
+        assert start.keeper.status.lent_bytes == lent.metadata.phy_size
+        for number in range(2 * ARENA_BYTES // 1024):
+            assert start.store(number)
+        assert start.hot.stats()["used_bytes"] == (ARENA_BYTES - lent.metadata.phy_size) // 1024 * 1024
+        lent.byte_array[:] = b"\xee" * 3000
+        assert all(b"\xee" not in payload for payload in start.served().values())
+        start.check_integrity()
+        start.kill()
+    client.release()
+    last = ArenaStart(tmp_path)
+    last.look()
+    assert last.keeper.status.lent_bytes == 0
+    assert generations_in(tmp_path) == [last.keeper.arena.generation]
+    last.recover()
+    last.hot.clear_now()
+    assert last.keeper.allocator.used_bytes == 0
+    last.check_integrity()
+    last.stop()
+
+
+def test_memory_that_was_given_back_is_free_at_the_next_start(tmp_path: Path) -> None:
+    first = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, first.keeper.arena.generation)
+    for memory in first.reserve(1000, 2000):
+        memory.ref_count_down()
+    first.look()
+    first.kill()
+    start = ArenaStart(tmp_path)
+    assert start.keeper.allocator.used_bytes == 0
+    client.release()
+    start.stop()
+
+
+def test_what_is_abandoned_at_the_end_is_lent_at_the_next_start(tmp_path: Path) -> None:
+    """A sidecar that ends in order closes its sockets first: clients may not have noticed yet."""
+    first = ArenaStart(tmp_path)
+    first.recover()
+    client = join_generation(tmp_path, first.keeper.arena.generation)
+    first.keeper.extents.abandoned(first.reserve(1000))
+    assert first.keeper.allocator.used_bytes == 1024
+    first.stop()
+    assert first.keeper.allocator.used_bytes == 0
+    second = ArenaStart(tmp_path)
+    second.look()
+    assert second.keeper.status.lent_bytes == 1024
+    client.release()
+    second.look()
+    assert second.keeper.status.lent_bytes == 0
+    second.stop()
+
+
+def test_nothing_is_lent_once_the_end_has_begun(tmp_path: Path) -> None:
+    start = ArenaStart(tmp_path)
+    start.keeper.seal()
+    memory = start.hot.allocate(1000)
+    assert memory is not None
+    assert not start.keeper.extents.reserved([memory])
+    memory.ref_count_down()
+    start.stop()
+
+
+def spoil_journal(directory: Path) -> None:
+    with (directory / FILE_NAME).open("r+b") as file:
+        file.seek(5)
+        file.write(b"?")
+
+
+def remove_journal(directory: Path) -> None:
+    (directory / FILE_NAME).unlink()
+
+
+def remove_arena(directory: Path) -> None:
+    (directory / ARENA_NAME).unlink()
+
+
+def replace_arena(directory: Path) -> None:
+    """By a copy, with other bytes for all that we know."""
+    copy = directory / "copy"
+    copy.write_bytes((directory / ARENA_NAME).read_bytes())
+    copy.rename(directory / ARENA_NAME)
+
+
+def remove_generation_of_lent_memory(directory: Path) -> None:
+    for generation in generations_in(directory):
+        generation_path(directory, generation).unlink()
+
+
+@pytest.mark.parametrize("spoil", [spoil_journal, remove_journal, remove_arena, replace_arena, remove_generation_of_lent_memory])
+def test_what_cannot_be_trusted_is_not_used_again(tmp_path: Path, spoil: object) -> None:
+    first = ArenaStart(tmp_path)
+    (lent,) = first.reserve(1000)
+    first.store("a")
+    first.kill()
+    assert callable(spoil)
+    spoil(tmp_path)
+    second = ArenaStart(tmp_path)
+    assert second.keeper.arena.inode != first.keeper.arena.inode
+    assert second.keeper.allocator.used_bytes == 0
+    second.recover()
+    assert second.served() == {}
+    lent.byte_array[:] = b"\xee" * 1000
+    assert not any(second.keeper.arena.load_view), "who still writes, writes to a file that nobody reads"
+    second.store("b")
+    second.kill()
+    third = ArenaStart(tmp_path)
+    third.recover()
+    assert third.served() == names_of(third, "b")
+    third.stop()
+
+
+@pytest.mark.parametrize("size", [ARENA_BYTES * 2, ARENA_BYTES // 2])
+def test_another_size_starts_empty(tmp_path: Path, size: int) -> None:
+    leave(tmp_path, "a")
+    start = ArenaStart(tmp_path, size=size)
+    start.recover()
+    assert (start.served(), start.keeper.arena.size) == ({}, size)
+    start.stop()
+
+
+def test_without_recovery_nothing_is_looked_for_and_nothing_is_left(tmp_path: Path) -> None:
+    leave(tmp_path, "a", "stop")
+    assert {path.name for path in tmp_path.iterdir()} >= {ARENA_NAME, FILE_NAME}
+    start = ArenaStart(tmp_path, recovers=False)
+    start.recover()
+    assert start.served() == {}
+    assert not start.keeper.status.is_recorded
+    assert start.store("b")
+    start.keeper.extents.abandoned(start.reserve(1000))
+    start.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_never_served_leaves_what_it_found(tmp_path: Path) -> None:
+    """A sidecar that cannot begin, for example because its socket is taken, must not cost what is in memory."""
+    ArenaStart(tmp_path).stop()
+    assert list(tmp_path.iterdir()) == [], "an empty arena that nobody has used is not worth its memory"
+    leave(tmp_path, "a")
+    ArenaStart(tmp_path).stop()
+    start = ArenaStart(tmp_path)
+    start.recover()
+    assert start.served() == names_of(start, "a")
+    start.stop()
+
+
+@contextmanager
+def full_volume(num_bytes: int = 0) -> Iterator[None]:
+    """Files of this process that grow beyond that size cannot be written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.recover()
+    start.store("a")
+    with full_volume():
+        assert start.store("b")
+        (lent,) = start.reserve(1000)
+        start.look()
+    assert not start.keeper.status.is_recorded
+    assert not (tmp_path / FILE_NAME).exists(), "the next start must not believe it"
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.ERROR], "said once"
+    assert start.served() == names_of(start, "ab")
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == {}
+    lent.byte_array[:] = b"\xee" * 1000
+    assert not any(second.keeper.arena.load_view)
+    client.release()
+    second.stop()
+
+
+def test_a_journal_is_begun_again_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+    start = ArenaStart(tmp_path)
+    start.recover()
+    with full_volume():
+        start.store("a")
+        (lent,) = start.reserve(1000)
+        start.look()
+        assert not start.keeper.status.is_recorded
+    start.look()
+    assert start.keeper.status.is_recorded
+    start.store("b")
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    second.look()
+    assert second.served() == names_of(second, "ab")
+    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    client.release()
+    second.stop()
+
+
+def test_a_start_that_cannot_write_a_journal_serves_and_is_not_followed(tmp_path: Path) -> None:
+    leave(tmp_path, "a")
+    with full_volume():
+        second = ArenaStart(tmp_path)
+        second.recover()
+    assert second.served() == names_of(second, "a")
+    assert not second.keeper.status.is_recorded
+    assert second.store("b")
+    second.kill()
+    third = ArenaStart(tmp_path)
+    assert third.keeper.arena.inode != second.keeper.arena.inode
+    third.stop()
+
+
+def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would believe it, and hand out what clients write to."""
+    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    start = ArenaStart(tmp_path)
+    start.recover()
+    start.store("a")
+    memory = start.hot.allocate(1000)
+    assert memory is not None
+    with monkeypatch.context() as patch, full_volume():
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(os, "pwrite", refuse)
+        assert not start.keeper.extents.reserved([memory])
+        start.look()
+        assert not start.keeper.extents.reserved([memory])
+    assert start.served() == names_of(start, "a")
+    start.look()
+    assert start.keeper.extents.reserved([memory])
+    memory.ref_count_down()
+    start.stop()
+
+
+def test_a_journal_is_spoilt_in_place_where_it_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ArenaStart(tmp_path)
+    start.store("a")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch, full_volume(16):
+        patch.setattr(Path, "unlink", refuse)
+        assert start.store("b")
+    assert (tmp_path / FILE_NAME).exists()
+    start.kill()
+    second = ArenaStart(tmp_path)
+    assert second.keeper.arena.inode != start.keeper.arena.inode
+    second.stop()
+
+
+def test_a_journal_of_another_arena_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(ConfigError, match=r"kv\.journal"):
+        ArenaStart(tmp_path)
+    (tmp_path / FILE_NAME).rmdir()
+    ArenaStart(tmp_path).stop()
+
+
+def test_a_long_journal_is_written_anew_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 4096)
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.recover()
+    (lent,) = start.reserve(3000)
+    longest = 0
+    for number in range(300):
+        assert start.store(number)
+        start.look()
+        longest = max(longest, (tmp_path / FILE_NAME).stat().st_size)
+    assert longest < 60_000, "it grows with what is held, not with what has happened"
+    held = start.served()
+    assert len(held) == (ARENA_BYTES - lent.metadata.phy_size) // 1024
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == held
+    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    client.release()
+    second.stop()
+
+
+def test_what_happens_while_a_journal_is_written_anew_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 0)
+    monkeypatch.setattr(journal_module, "REWRITE_RATIO", 0)
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.store("a")
+    draft = Journal.draft
+    lent = []
+
+    def slow_draft(journal: Journal, bodies: object) -> JournalFile:
+        done = draft(journal, bodies)  # type: ignore[arg-type]
+        start.store("b")
+        start.hot.remove_many([make_key("a")])
+        lent.extend(start.reserve(2000))
+        return done
+
+    monkeypatch.setattr(Journal, "draft", slow_draft)
+    start.look()
+    monkeypatch.setattr(Journal, "draft", draft)
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == names_of(second, "b")
+    assert second.keeper.status.lent_bytes == 2048
+    client.release()
+    second.stop()
+
+
+def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books_module, "MAX_WEIGHT_BYTES", 700)
+    start = ArenaStart(tmp_path)
+    start.recover()
+    for name in "abcd":
+        start.store(name)
+    assert start.served() == names_of(start, "abcd")
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == names_of(second, "ab")
+    assert second.keeper.status.lent_bytes == 0
+    second.stop()
+
+
+def test_a_journal_that_grows_beyond_its_bound_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ArenaStart(tmp_path)
+    monkeypatch.setattr(journal_module, "MAX_JOURNAL_BYTES", 1000)
+    for number in range(10):
+        assert start.store(number)
+    assert not start.keeper.status.is_recorded
+    assert not (tmp_path / FILE_NAME).exists()
+    start.kill()
+
+
+def test_a_client_that_holds_nothing_does_not_hold_up_the_next_start(tmp_path: Path) -> None:
+    first = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, first.keeper.arena.generation)
+    first.store("a")
+    first.kill()
+    second = ArenaStart(tmp_path)
+    assert generations_in(tmp_path) == [second.keeper.arena.generation]
+    assert second.keeper.status.lent_bytes == 0
+    client.release()
+    second.stop()
