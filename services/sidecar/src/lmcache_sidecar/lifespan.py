@@ -109,7 +109,7 @@ class _Opening:
             keeper.extents,
         )
         socket_server = SocketServer(settings.socket_path, context)
-        parts = self._make_parts(context, tiers, socket_server)
+        parts = self._make_parts(context, keeper, tiers, socket_server)
         await self._open_peer_server(parts, codecs, counters)
         await self._join(parts)
         keeper.start(self._tasks, tiers.hot, self._announcer, counters)
@@ -120,7 +120,7 @@ class _Opening:
         self._exits.push_async_callback(parts.drain.run)
         return parts
 
-    def _make_parts(self, context: SessionContext, tiers: SidecarTiers, socket_server: SocketServer) -> SidecarParts:
+    def _make_parts(self, context: SessionContext, keeper: ArenaKeeper, tiers: SidecarTiers, socket_server: SocketServer) -> SidecarParts:
         settings, stack, counters = self._settings, context.stack, context.counters
         holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
         sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
@@ -133,7 +133,7 @@ class _Opening:
         pins = PinBoard(stack, context.arena.size, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
         explainer = Explainer(tiers, holders, settings.tier_timeout_s)
-        parts = SidecarParts(settings, context.arena, stack, tiers, socket_server, drain, pins, explainer, context.descriptions)
+        parts = SidecarParts(settings, keeper, stack, tiers, socket_server, drain, pins, explainer, context.descriptions)
         drain.when_it_begins(parts.begin_drain)
         return parts
 

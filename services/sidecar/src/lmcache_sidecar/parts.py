@@ -15,6 +15,7 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
 from lmcache_servicekit.settings import is_loopback
 
+from lmcache_sidecar.arena import ArenaKeeper
 from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover import Drain
@@ -30,7 +31,7 @@ class SidecarParts:
 
     Attributes:
         settings: As loaded.
-        arena: The shared memory.
+        keeper: The shared memory, and what outlives this process of it.
         stack: All tiers.
         tiers: The same, by what they are.
         socket_server: Clients of the pod.
@@ -45,7 +46,7 @@ class SidecarParts:
     """
 
     settings: SidecarSettings
-    arena: SharedArena
+    keeper: ArenaKeeper
     stack: TierStack
     tiers: SidecarTiers
     socket_server: SocketServer
@@ -62,6 +63,11 @@ class SidecarParts:
     def instance(self) -> str:
         """Instance id."""
         return self.settings.instance_id
+
+    @property
+    def arena(self) -> SharedArena:
+        """The shared memory."""
+        return self.keeper.arena
 
     @property
     def local_tiers(self) -> tuple[StorageBackend, ...]:

@@ -94,10 +94,10 @@ def test_no_flipped_bit_is_believed() -> None:
 def test_no_entry_can_be_left_out_or_doubled(at: int) -> None:
     pieces = [framed(encode_entry(entry), place) for place, entry in enumerate(HISTORY)]
     with pytest.raises(JournalError):
-        believed(b"".join(pieces[:at] + [pieces[at], *pieces[at:]]))
+        believed(b"".join([*pieces[:at], pieces[at], *pieces[at:]]))
     if at < len(HISTORY) - 1:
         with pytest.raises(JournalError):
-            believed(b"".join(pieces[:at] + pieces[at + 1 :]))
+            believed(b"".join([*pieces[:at], *pieces[at + 1 :]]))
 
 
 @settings(max_examples=200, deadline=None)

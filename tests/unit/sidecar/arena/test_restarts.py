@@ -34,6 +34,10 @@ def leave(directory: Path, names: str, end: str = "kill") -> None:
     getattr(start, end)()
 
 
+def is_recorded(start: ArenaStart) -> bool:
+    return start.keeper.status.is_recorded
+
+
 def names_of(start: ArenaStart, names: str) -> dict[object, bytes]:
     return {make_key(name): make_bytes(name, 1000) for name in names}
 
@@ -275,7 +279,7 @@ def test_without_recovery_nothing_is_looked_for_and_nothing_is_left(tmp_path: Pa
     start = ArenaStart(tmp_path, recovers=False)
     start.recover()
     assert start.served() == {}
-    assert not start.keeper.status.is_recorded
+    assert not is_recorded(start)
     assert start.store("b")
     start.keeper.extents.abandoned(start.reserve(1000))
     start.stop()
@@ -314,7 +318,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_pa
         assert start.store("b")
         (lent,) = start.reserve(1000)
         start.look()
-    assert not start.keeper.status.is_recorded
+    assert not is_recorded(start)
     assert not (tmp_path / FILE_NAME).exists(), "the next start must not believe it"
     assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.ERROR], "said once"
     assert start.served() == names_of(start, "ab")
@@ -336,9 +340,9 @@ def test_a_journal_is_begun_again_when_there_is_room_again(tmp_path: Path, monke
         start.store("a")
         (lent,) = start.reserve(1000)
         start.look()
-        assert not start.keeper.status.is_recorded
+        assert not is_recorded(start)
     start.look()
-    assert start.keeper.status.is_recorded
+    assert is_recorded(start)
     start.store("b")
     client = join_generation(tmp_path, start.keeper.arena.generation)
     start.kill()
@@ -357,7 +361,7 @@ def test_a_start_that_cannot_write_a_journal_serves_and_is_not_followed(tmp_path
         second = ArenaStart(tmp_path)
         second.recover()
     assert second.served() == names_of(second, "a")
-    assert not second.keeper.status.is_recorded
+    assert not is_recorded(second)
     assert second.store("b")
     second.kill()
     third = ArenaStart(tmp_path)
@@ -486,7 +490,7 @@ def test_a_journal_that_grows_beyond_its_bound_is_given_up(tmp_path: Path, monke
     monkeypatch.setattr(journal_module, "MAX_JOURNAL_BYTES", 1000)
     for number in range(10):
         assert start.store(number)
-    assert not start.keeper.status.is_recorded
+    assert not is_recorded(start)
     assert not (tmp_path / FILE_NAME).exists()
     start.kill()
 

@@ -24,6 +24,29 @@ class DrainView(BaseModel):
     left: int = Field(description="Chunks not dealt with, so far or in time")
 
 
+class RecoveryView(BaseModel):
+    """What an earlier start has left in shared memory."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    is_over: bool
+    found_chunks: int = Field(description="Chunks in memory when this process began")
+    checked_chunks: int = Field(description="Those of them that have been compared with their digest")
+    recovered_chunks: int = Field(description="Those that are served again")
+    damaged_chunks: int = Field(description="Those that were not what was stored")
+    dropped_chunks: int = Field(description="Those that were too old, above a quota, or stored anew meanwhile")
+
+
+class ArenaView(BaseModel):
+    """Shared memory across restarts of the sidecar."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    is_recorded: bool = Field(description="Whether what is in memory now will be found by the next start")
+    lent_bytes: int = Field(description="What clients of earlier starts may still write to; used by nobody")
+    recovery: RecoveryView
+
+
 class Status(BaseModel):
     """The sidecar at a glance."""
 
@@ -33,6 +56,7 @@ class Status(BaseModel):
     distributed_url: str
     generation: str
     arena_bytes: int
+    arena: ArenaView
     verify_hot: str
     accepts_handover: bool = Field(description="Whether peers may hand over chunks just now")
     draining: bool

@@ -20,6 +20,7 @@ def status_of(parts: SidecarParts) -> schemas.Status:
         distributed_url=parts.distributed_url,
         generation=f"{parts.arena.generation:016x}",
         arena_bytes=parts.arena.size,
+        arena=schemas.ArenaView.model_validate(parts.keeper.status),
         verify_hot=parts.settings.verify_hot,
         accepts_handover=parts.takes_handovers(),
         draining=parts.is_draining,
