@@ -15,7 +15,7 @@ import torch
 import xxhash
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError, ProtocolError, RecordError, SerdeError
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, num_bytes
 from lmcache_core.record import (
     HEAD_ALIGN_BYTES,
@@ -213,8 +213,15 @@ def read_message(data: bytes) -> None:
 
 
 def seeds_of_messages() -> Iterator[bytes]:
-    """The greetings, from either side."""
-    for message in (messages.Hello(1, 1, "c", 7, 0, "model", "layout"), messages.HelloOk(1, "s", "/a", 1 << 20, 3, "always", "salt")):
+    """The greetings, from either side, and what is said about tickets."""
+    chains = (ChunkChain("vllm", "model", 2, "", bytes(64)), ChunkChain("vllm", "model", 1, "window", b""))
+    for message in (
+        messages.Hello(1, 1, "c", 7, 0, "model", "layout"),
+        messages.HelloOk(1, "s", "/a", 1 << 20, 3, "always", "salt", messages.CAPABILITIES),
+        messages.Stage("ticket", chains, True, 1000, 7),
+        messages.StageOk(True, (b"\1\0", b"")),
+        messages.Describe("vllm", "model", 2, 256, bytes(32), ("", "window")),
+    ):
         yield messages.encode(message)[messages.LENGTH.size :]
 
 

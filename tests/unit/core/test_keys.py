@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import IdentityError
-from lmcache_core.keys import CHUNK_ID_BYTES, MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, CacheEngineKey, ChunkKey
+from lmcache_core.keys import CHUNK_ID_BYTES, MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, CacheEngineKey, ChunkChain, ChunkKey
 
 HASH = hashlib.sha256(b"chunk").hexdigest()
 KEY = CacheEngineKey("vllm", "meta-llama/Llama-3.1-8B", 4, 1, HASH)
@@ -251,3 +251,43 @@ def test_a_number_that_only_equals_a_good_one_is_refused_still():
     for number in (4.0, "4"):
         with pytest.raises(IdentityError, match="world_size"):
             msgspec.structs.replace(KEY, world_size=number).canonical()
+
+
+def hashes_of(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(32, "big") for number in numbers)
+
+
+def test_a_chain_names_the_chunks_of_all_ranks() -> None:
+    chain = ChunkChain("vllm", "m", 2, "window", hashes_of(1, 2, 3))
+    by_rank = [[CacheEngineKey("vllm", "m", 2, rank, f"{number:064x}", "window") for number in (1, 2, 3)] for rank in (0, 1)]
+    assert chain.num_chunks == 3
+    assert [chain.keys_of_rank(rank) for rank in (0, 1)] == by_rank
+    assert chain.keys_by_chunk() == [key for pair in zip(*by_rank, strict=True) for key in pair]
+    assert chain.part(1, 3).keys_of_rank(0) == by_rank[0][1:]
+    assert chain.part(0, 0).keys_by_chunk() == []
+
+
+@pytest.mark.parametrize(("world_size", "hashes"), [(0, b""), (-1, b""), (1, bytes(31)), (1, bytes(33))])
+def test_a_chain_that_is_none_is_refused(world_size: int, hashes: bytes) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ChunkChain("vllm", "m", world_size, "", hashes)
+
+
+@given(st.binary(max_size=300))
+def test_whatever_follows_a_prefix_is_read_as_before_or_refused(tail: bytes) -> None:
+    """Most keys are read by a shorter way: it takes nothing that the long one would not."""
+    prefix = KEY.canonical()[: -2 - 64 - 2]
+    with contextlib.suppress(IdentityError):
+        assert CacheEngineKey.from_canonical(prefix + tail).canonical() == prefix + tail
+
+
+@pytest.mark.parametrize("length", range(len(KEY.canonical())))
+def test_a_key_that_is_cut_anywhere_is_refused(length: int) -> None:
+    with pytest.raises(IdentityError):
+        CacheEngineKey.from_canonical(KEY.canonical()[:length])
+
+
+def test_a_hash_that_is_not_utf_8_is_refused() -> None:
+    data = KEY.canonical()
+    with pytest.raises(IdentityError):
+        CacheEngineKey.from_canonical(data[:-66] + b"\xff" * 64 + data[-2:])

@@ -1,0 +1,209 @@
+"""Tickets, rejects, descriptions and layouts at the sidecar's socket, with a real client on the other end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkChain
+from lmcache_core.record import Staged
+from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
+from lmcache_core.sidecar import messages as m
+from lmcache_core.storage import staging as staging_module
+from lmcache_core.telemetry import Counters
+from lmcache_sidecar import metrics
+from lmcache_sidecar.socket import server as server_module
+from lmcache_sidecar.socket.session import MAX_DESCRIPTIONS
+
+from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
+from tests.fixtures.embedded import until
+from tests.fixtures.kv import CHUNK_SIZE, make_config, make_metadata
+from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout", m.CAPABILITIES)
+ARENA_BYTES = 64 * TAKEN_BYTES
+CHAIN = chain_of(range(4))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
+    with running_socket(tmp_path, ARENA_BYTES) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def client_of(
+    sidecar: RunningSocket, hello: m.Hello = HELLO, describe: Callable[[str], m.Describe] | None = None
+) -> Iterator[SidecarChunkStore]:
+    store = SidecarChunkStore(sidecar.path, hello, 5.0, Counters(), None, describe)
+    store.open(lambda salt: None)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def evictable(sidecar: RunningSocket, chain: ChunkChain) -> bool:
+    sidecar.hot.evict_bytes(ARENA_BYTES)
+    return not any(sidecar.hot.contains_many(names_of(chain.keys_by_chunk())))
+
+
+def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: RunningSocket) -> None:
+    with client_of(sidecar) as other:
+        with client_of(sidecar) as store:
+            store_chunks(store, CHAIN.keys_of_rank(0))
+            assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
+            other.unstage(["t"])
+            assert not evictable(sidecar, CHAIN), "tickets belong to their client"
+            assert sidecar.server.staged_bytes == 4 * TAKEN_BYTES
+            (session,) = [session for session in sidecar.server.sessions if session.describe()["num_tickets"]]
+            assert session.describe()["world_size"] == 1
+        until(lambda: evictable(sidecar, CHAIN), "a client that has gone holds chunks")
+        assert sidecar.server.staged_bytes == 0
+
+
+def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 0.5)
+    monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
+    with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
+        store_chunks(store, CHAIN.keys_of_rank(0))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 0.8:
+            assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
+            assert not evictable(sidecar, CHAIN)
+            time.sleep(0.02)
+        until(lambda: evictable(sidecar, CHAIN), "the lease does not end")
+        assert store.stage("t", [CHAIN]) == Staged(True, (bytes(4),))
+
+
+def test_all_clients_together_are_promised_half_of_the_arena(sidecar: RunningSocket) -> None:
+    chain = chain_of(range(40))
+    with client_of(sidecar) as first, client_of(sidecar) as second:
+        store_chunks(first, chain.keys_of_rank(0)[:25])
+        store_chunks(second, chain.keys_of_rank(0)[25:])
+        assert first.stage("t", [chain.part(0, 20)]) == Staged(True, (b"\1" * 20,))
+        assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),)), "ten of them are shared"
+
+
+def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
+    shelf = Shelf()
+    with running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar, client_of(sidecar) as store:
+        store_chunks(store, CHAIN.keys_of_rank(0)[:2])
+        shelf.held.update(names_of(CHAIN.keys_of_rank(0)))
+        sidecar.server.refuse_stores()
+        assert store.stage("t", [CHAIN]) == Staged(True, (b"\1\1\0\0",))
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [ChunkChain("\N{SNOWMAN}" * 1000, "m", 1, "", bytes(32)), ChunkChain("vllm", "m", 1, "\N{SNOWMAN}" * 1000, bytes(32))],
+)
+def test_names_that_no_tier_could_spell_end_their_own_connection_only(sidecar: RunningSocket, chain: ChunkChain) -> None:
+    with client_of(sidecar) as other, client_of(sidecar) as store:
+        store_chunks(other, CHAIN.keys_of_rank(0))
+        assert store.stage("t", [chain]) is None
+        assert other.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
+
+
+def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
+    values = {"version_min": m.VERSION, "version_max": m.VERSION, "client": "test", "pid": 1, "rank": 0, "model": "m", "layout": "a"}
+    connection = SidecarConnection(sidecar.path, m.Hello(**(values | fields)), 5.0)  # type: ignore[arg-type]
+    connection.open()
+    return connection
+
+
+def test_two_layouts_under_one_model_are_refused(sidecar: RunningSocket) -> None:
+    with contextlib.ExitStack() as stack:
+        first = connected(sidecar)
+        stack.callback(first.close)
+        for fields in ({}, {"rank": 1, "layout": "b"}, {"model": "n", "layout": "b"}, {"world_size": 2, "layout": "b"}, {"layout": ""}):
+            stack.callback(connected(sidecar, **fields).close)
+        with pytest.raises(ProtocolError, match=r"layout: model 'm', rank 0 of 1: layout 'b', but the client with pid 1"):
+            connected(sidecar, layout="b")
+        assert first.call(m.Stats(), m.StatsOk), "the others are not disturbed"
+    until(lambda: not sidecar.server.sessions, "the clients do not go")
+    connected(sidecar, layout="b").close()
+
+
+def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:
+    with engine_at(sidecar.path) as engine:
+        (session,) = sidecar.server.sessions
+        (described,) = session.descriptions
+        metadata = make_metadata()
+        assert (described.fmt, described.model_name, described.world_size, described.groups) == ("vllm", metadata.model_name, 1, ("",))
+        assert described.chunk_size == make_config().chunk_size == CHUNK_SIZE
+        assert described.root == engine._token_database._root  # type: ignore[attr-defined]
+
+
+def test_a_description_is_made_with_the_sidecars_salt_at_each_connection(tmp_path: Path) -> None:
+    salts: list[str] = []
+
+    def describe(salt: str) -> m.Describe:
+        salts.append(salt)
+        return m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
+
+    with running_socket(tmp_path, salt="s1") as sidecar, client_of(sidecar, describe=describe) as store:
+        assert salts == ["s1"]
+        connection = store._link.connection
+        assert connection is not None
+        connection.close()
+        assert store.stage("t", []) is None
+        store._link.lost(connection, UnavailableError("closed by the test"), 0.0)
+        until(lambda: store.stage("t", []) is not None, "it does not come back")
+        assert salts == ["s1", "s1"]
+
+
+def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket) -> None:
+    connection = connected(sidecar)
+    try:
+        for number in (*range(MAX_DESCRIPTIONS + 6), 20):
+            connection.call(m.Describe("vllm", f"m{number}", 1, 16, bytes(32), ("",)), m.DescribeOk)
+        (session,) = sidecar.server.sessions
+        names = [described.model_name for described in session.descriptions]
+        assert len(names) == MAX_DESCRIPTIONS
+        assert names[0] == "m6"
+        assert names[-2:] == ["m69", "m20"]
+    finally:
+        connection.close()
+
+
+def pinned(connection: SidecarConnection) -> tuple[m.PinnedChunk, ...]:
+    return connection.call(m.Pin(tuple(key.canonical() for key in CHAIN.keys_of_rank(0)), 1000), m.PinOk).chunks
+
+
+def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: RunningSocket) -> None:
+    with client_of(sidecar) as store:
+        store_chunks(store, CHAIN.keys_of_rank(0))
+        connection = store._link.connection
+        assert connection is not None
+        good, bad, *_ = pinned(connection)
+        connection.arena.store_view[bad.offset + 7] ^= 1
+        connection.call(m.Reject((good.pin, bad.pin, 1 << 40)), m.RejectOk)
+        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [True, False, True, True]
+        assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
+        assert store_chunks(store, CHAIN.keys_of_rank(0)[1:2]) == 1
+        connection.call(m.Reject((bad.pin,)), m.RejectOk)
+        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, "what has come in its place is not thrown away"
+
+
+@pytest.mark.parametrize("when", ["with the copy", "before it"])
+def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str) -> None:
+    with client_of(sidecar) as store:
+        store_chunks(store, CHAIN.keys_of_rank(0))
+        connection = store._link.connection
+        assert connection is not None
+        chunks = pinned(connection)
+        connection.arena.store_view[chunks[2].offset] ^= 1
+        found = store.get(CHAIN.keys_of_rank(0), check_later=when == "with the copy")
+        if when == "with the copy":
+            store.reject(found[2])
+        else:
+            assert len(found) == 2
+        store.release(found)
+        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [True, True, False, True]
+        assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
+        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
