@@ -254,3 +254,22 @@ def test_an_engine_can_be_closed_twice_and_used_afterwards(tmp_path: Path) -> No
         assert use(engine) == 0
         time.sleep(0.3)
         assert sidecar.num_connections == sidecar.num_ended == 1, "a closed engine does not come back"
+
+
+@pytest.mark.parametrize("answer", [m.Refused("protocol", "no"), m.ReleaseOk(), b"", b"\xff\xff\xff\xff"])
+def test_a_reject_without_an_answer_changes_nothing(tmp_path: Path, answer: Answer) -> None:
+    """A chunk whose bytes are wrong is a miss whatever the sidecar says to it."""
+    with scripted_sidecar(tmp_path, script()) as sidecar:
+        sidecar.script = script(
+            Hello=lambda r: sidecar.welcome(capabilities=m.CAPABILITIES),
+            Describe=m.DescribeOk(),
+            Pin=lambda r: pinned(r, offset=512),
+            Reject=answer,
+        )
+        with sidecar.arena.open("r+b") as file:
+            file.seek(600)
+            file.write(b"damage")
+        with engine_at(sidecar.path, tier_timeout_s=0.2) as engine:
+            assert use(engine) == 0
+            assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
+            assert m.Reject((1,)) in sidecar.requests

@@ -1,0 +1,128 @@
+"""A sidecar that says nonsense about tickets, or nothing, or knows none: it is away, nothing is believed, and nobody waits long."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.record import Staged
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import messages as m
+from lmcache_core.sidecar.store import STAGE_TIMEOUT_S
+from lmcache_core.telemetry import Counters
+
+from tests.fixtures.chains import chain_of
+from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
+CHAINS = [chain_of(range(3)), chain_of(range(2), world_size=2)]
+GOOD = m.StageOk(True, (b"\1\1\0", b"\2\2"))
+
+
+@contextlib.contextmanager
+def store_at(
+    directory: Path, answer: Answer | Callable[[Any], Answer], capabilities: tuple[str, ...] = m.CAPABILITIES, **options: Any
+) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar]]:
+    """A client of a sidecar that answers everything but HELLO so."""
+    with scripted_sidecar(directory, lambda request: None) as sidecar:
+
+        def script(request: m.Message) -> Answer:
+            if isinstance(request, m.Hello):
+                return sidecar.welcome(capabilities=capabilities)
+            return answer(request) if callable(answer) else answer
+
+        sidecar.script = script
+        store = SidecarChunkStore(sidecar.path, HELLO, 5.0, Counters(), **options)
+        store.open(lambda salt: None)
+        try:
+            yield store, sidecar
+        finally:
+            store.close()
+
+
+def test_the_script_can_stage(tmp_path: Path) -> None:
+    """Control: a good answer is believed."""
+    with store_at(tmp_path, GOOD) as (store, sidecar):
+        assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, GOOD.tiers)
+        assert sidecar.requests[-1] == m.Stage("t", tuple(CHAINS), False, 5000, 500_000)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        m.StageOk(True, ()),
+        m.StageOk(True, (b"\1\1\0",)),
+        m.StageOk(True, (b"\1\1\0", b"\2\2", b"")),
+        m.StageOk(True, (b"\1\1", b"\2\2")),
+        m.StageOk(True, (b"\1\1\0\0", b"\2\2")),
+        m.StageOk(True, (b"\2\2", b"\1\1\0")),
+        m.UnstageOk(),
+        m.Refused("protocol", "no"),
+        b"\xff\xff\xff\xff",
+        m.LENGTH.pack(3) + b"abc",
+    ],
+)
+def test_an_answer_that_is_none_is_a_store_that_is_away(tmp_path: Path, answer: Answer) -> None:
+    with store_at(tmp_path, answer) as (store, _):
+        assert store.stage("t", CHAINS) is None
+        assert store._link.connection is None, "nothing more is believed on this connection"
+
+
+def test_a_tier_of_a_later_version_is_a_tier(tmp_path: Path) -> None:
+    with store_at(tmp_path, m.StageOk(True, (b"\1\x63\0", b"\2\2"))) as (store, _):
+        assert store.stage("t", CHAINS) == Staged(True, (b"\1\x63\0", b"\2\2"))
+
+
+def test_a_sidecar_that_knows_no_tickets_is_not_asked(tmp_path: Path) -> None:
+    with store_at(tmp_path, GOOD, capabilities=("something else",), describe=lambda salt: 1 / 0) as (store, sidecar):  # type: ignore[arg-type, return-value]
+        assert store.stage("t", CHAINS) is None
+        store.unstage(["t"])
+        assert store._link.connection is not None
+        assert [type(request) for request in sidecar.requests] == [m.Hello]
+
+
+def test_silence_costs_one_question_a_quarter_of_a_second_and_the_next_nothing(tmp_path: Path) -> None:
+    with store_at(tmp_path, b"") as (store, _):
+        begin = time.monotonic()
+        assert store.stage("t", CHAINS) is None
+        assert STAGE_TIMEOUT_S * 0.9 < time.monotonic() - begin < 2 * STAGE_TIMEOUT_S
+        begin = time.monotonic()
+        for _ in range(100):
+            assert store.stage("t", CHAINS) is None
+            store.unstage(["t"])
+        assert time.monotonic() - begin < STAGE_TIMEOUT_S
+
+
+def test_silence_after_unstage_costs_no_more(tmp_path: Path) -> None:
+    with store_at(tmp_path, b"") as (store, _):
+        begin = time.monotonic()
+        store.unstage(["t"] * (m.MAX_BATCH + 1))
+        store.unstage(["t"])
+        assert time.monotonic() - begin < 2 * STAGE_TIMEOUT_S
+
+
+def test_a_long_question_is_cut_to_what_one_message_may_ask(tmp_path: Path) -> None:
+    wide, narrow = chain_of(range(40_000), world_size=3), chain_of(range(10))
+
+    def all_there(request: m.Stage) -> m.StageOk:
+        return m.StageOk(True, tuple(b"\1" * chain.num_chunks for chain in request.chains))
+
+    with store_at(tmp_path, all_there) as (store, _):
+        staged = store.stage("t", [wide, narrow])
+        assert staged is not None
+        num_asked = m.MAX_STAGE_KEYS // 4
+        assert staged.tiers == (b"\1" * num_asked + bytes(40_000 - num_asked), b"\1" * 10)
+        with pytest.raises(ValueError, match="17 chains"):
+            store.stage("t", [narrow] * 17)
+
+
+def test_a_sidecar_that_takes_no_description_is_away(tmp_path: Path) -> None:
+    described = m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
+    with store_at(tmp_path, m.Refused("protocol", "no"), describe=lambda salt: described) as (store, sidecar):
+        assert store.stage("t", CHAINS) is None
+        assert store._link.connection is None
+        assert sidecar.requests[:2] == [HELLO, described]
