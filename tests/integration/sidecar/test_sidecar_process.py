@@ -103,6 +103,15 @@ def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
     sidecar.process.process.send_signal(signal.SIGTERM)
     assert sidecar.process.process.wait(15) == 0
     assert not sidecar.socket.exists()
+    assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {".arena", ".journal", ".generation"}, "for the next start"
+
+
+def test_without_recovery_nothing_is_left_in_memory(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path, arena_recover=False)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens_of(CHUNK_SIZE), kvcaches=random_kv(CHUNK_SIZE))
+    sidecar.process.process.send_signal(signal.SIGTERM)
+    assert sidecar.process.process.wait(15) == 0
     assert not list((tmp_path / "arena").iterdir())
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
-from lmcache_core.memory import SharedArena, create_shared_arena
+from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import lifespan as opening
 from lmcache_sidecar.app import create_app
+from lmcache_sidecar.arena import OpenedArena, open_arena
 from lmcache_sidecar.settings import SidecarSettings
 
 
@@ -36,11 +37,11 @@ class Volume:
     def __init__(self) -> None:
         self.attempts = 0
 
-    def make(self, directory: Path, size: int) -> SharedArena:
+    def open(self, file: ArenaFile, recovers: bool) -> OpenedArena:
         self.attempts += 1
         if self.attempts < 3:
             raise CapacityError("no room")
-        return create_shared_arena(directory, size)
+        return open_arena(file, recovers)
 
 
 async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,7 @@ async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
             seen.append(((await client.get("/healthz")).status_code, (await client.get("/readyz")).status_code))
 
-    monkeypatch.setattr(opening, "create_shared_arena", volume.make)
+    monkeypatch.setattr(opening, "open_arena", volume.open)
     monkeypatch.setattr(opening, "wait_before_retry", look)
     async with opening.lifespan(app):
         assert volume.attempts == 3
@@ -63,7 +64,7 @@ async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch:
 
 
 async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "create_shared_arena", Volume().make)
+    monkeypatch.setattr(opening, "open_arena", Volume().open)
     app = create_app(make_settings(tmp_path))
     with pytest.raises(CapacityError, match="no room"):
         async with AsyncExitStack() as exits:
@@ -81,6 +82,10 @@ async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatc
         ({"distributed_url": "http://x"}, "lm://host:port"),
         ({"arena_gb": 0}, "greater than 0"),
         ({"verify_hot": "maybe"}, "always"),
+        ({"arena_mode": "0888"}, "octal"),
+        ({"arena_mode": "0060"}, "octal"),
+        ({"arena_mode": 0o660}, "in quotes"),
+        ({"arena_huge_pages": "always"}, "advise"),
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
@@ -127,3 +132,26 @@ def test_a_wrong_option_is_one_line_although_a_default_follows_from_it(tmp_path:
         load_settings(SidecarSettings, environ={"LMCACHE_SIDECAR_LM_PORT": "x"})
     assert str(caught.value).splitlines() == [str(caught.value)]
     assert "LMCACHE_SIDECAR_LM_PORT" in str(caught.value)
+
+
+async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
+    app = create_app(make_settings(tmp_path, arena_mode="600", arena_huge_pages="advise", arena_recover=False))
+    async with opening.lifespan(app):
+        arena = app.state.sidecar.arena
+        assert arena.path.stat().st_mode & 0o777 == 0o600
+        assert arena.path.stat().st_blocks * 512 >= arena.size
+        assert not app.state.sidecar.keeper.status.is_recorded
+    assert list((tmp_path / "arena").iterdir()) == []
+
+
+async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with opening.lifespan(app := create_app(settings)):
+        assert await app.state.sidecar.stack.batched_put([make_chunk("a")]) == [True]
+    (tmp_path / "s.sock").write_text("no socket")
+    with pytest.raises(ConfigError, match="something else than a socket"):
+        async with opening.lifespan(create_app(settings)):
+            pass
+    (tmp_path / "s.sock").unlink()
+    async with opening.lifespan(app := create_app(settings)):
+        assert app.state.sidecar.keeper.status.recovery.found_chunks == 1

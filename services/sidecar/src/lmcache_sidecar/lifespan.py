@@ -112,9 +112,9 @@ class _Opening:
         parts = self._make_parts(context, keeper, tiers, socket_server)
         await self._open_peer_server(parts, codecs, counters)
         await self._join(parts)
-        keeper.start(self._tasks, tiers.hot, self._announcer, counters)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
+        keeper.start(self._tasks, tiers.hot, self._announcer, counters)
         self._add_health_checks(parts)
         self._state.before_stop.append(parts.drain.run)  # while REST tells how far it is
         self._exits.push_async_callback(parts.drain.run)
