@@ -80,11 +80,11 @@ class Handover:
         """Let all takers of a source work side by side until none of them can do more."""
         takers = await self._takers(source)
         while takers and waiting:
-            num_before = len(waiting)
+            before = len(waiting), len(takers)
             async with asyncio.TaskGroup() as group:
-                serving = {taker.name: group.create_task(self._serve(taker, waiting, progress)) for taker in takers}
-            takers = [taker for taker in takers if serving[taker.name].result()]
-            if len(waiting) == num_before:
+                serving = [group.create_task(self._serve(taker, waiting, progress)) for taker in takers]
+            takers = [taker for taker, served in zip(takers, serving, strict=True) if served.result()]
+            if (len(waiting), len(takers)) == before:
                 break
 
     async def _takers(self, source: TakerSource) -> Sequence[Taker]:

@@ -50,7 +50,7 @@ class PeerSource:
         peers = [peer for peer in await self._broker.peers() if peer.id != self._instance and not peer.draining]
         self._live = frozenset(peer.id for peer in peers)
         able = sorted((peer for peer in peers if peer.kind == PEER_KIND), key=lambda peer: (peer.load, peer.num_pulls, peer.id))
-        return [_Peer(peer.id, self._client(peer), self) for peer in able[:MAX_TAKERS]]
+        return [_Peer(f"{peer.id} at {peer.distributed_url}", self._client(peer), self) for peer in able[:MAX_TAKERS]]
 
     async def close(self) -> None:
         """See `TakerSource.close`."""

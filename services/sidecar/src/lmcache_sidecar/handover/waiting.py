@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from heapq import heappop, heappush
 
 from lmcache_core.keys import ChunkKey
 
@@ -41,24 +41,25 @@ class Batch:
 
 
 class Waiting:
-    """A queue in which everything that is taken out and not settled finds its way back. On one event loop.
+    """A queue in which everything that is taken out and not settled finds its way back to its place. On one event loop.
 
     Args:
         chunks: Names and sizes in bytes, the hottest first.
     """
 
     def __init__(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
-        self._queue = deque(key for key, _ in chunks)
-        self._sizes = dict(chunks)
+        self._chunks = tuple(chunks)
+        self._places = {key: place for place, (key, _) in enumerate(chunks)}
+        self._heap = list(range(len(chunks)))  # of places; sorted, which is a heap
         self._refused_by: dict[ChunkKey, set[str]] = {}
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._heap)
 
     @property
     def num_refused(self) -> int:
         """Of those that wait, how many somebody did not want."""
-        return sum(key in self._refused_by for key in self._queue)
+        return sum(self._chunks[place][0] in self._refused_by for place in self._heap)
 
     @contextmanager
     def batch(self, taker: str) -> Iterator[Batch]:
@@ -69,20 +70,25 @@ class Waiting:
         finally:
             for key in batch.refused:
                 self._refused_by.setdefault(key, set()).add(taker)
-            self._queue.extendleft(reversed(batch.keys))
+            self._put_back(self._places[key] for key in batch.keys)
 
     def _take(self, taker: str) -> list[ChunkKey]:
         taken: list[ChunkKey] = []
-        passed: list[ChunkKey] = []
+        passed: list[int] = []
         num_bytes = 0
-        while self._queue and len(taken) < MAX_BATCH_CHUNKS:
-            key = self._queue[0]
+        while self._heap and len(taken) < MAX_BATCH_CHUNKS:
+            key, size = self._chunks[self._heap[0]]
             if taker in self._refused_by.get(key, ()):
-                passed.append(self._queue.popleft())
+                passed.append(heappop(self._heap))
                 continue
-            num_bytes += self._sizes[key]
+            num_bytes += size
             if taken and num_bytes > MAX_BATCH_BYTES:
                 break
-            taken.append(self._queue.popleft())
-        self._queue.extendleft(reversed(passed))
+            heappop(self._heap)
+            taken.append(key)
+        self._put_back(passed)
         return taken
+
+    def _put_back(self, places: Iterable[int]) -> None:
+        for place in places:
+            heappush(self._heap, place)

@@ -1,0 +1,127 @@
+"""The order of a drain, its bound, and what asking twice does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.storage.base import StorageBackend
+from lmcache_sidecar.handover import DrainState
+from lmcache_sidecar.parts import SidecarParts
+
+from tests.fixtures.sidecar_app import hash_of, key_of, serving, store
+
+KEYS = [key_of(hash_of(i)) for i in range(5)]
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[SidecarParts]:
+    """A sidecar whose remote tier is a directory that is not there yet."""
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (_, parts):
+        yield parts
+
+
+async def test_a_tier_that_was_away_when_chunks_were_stored_gets_them_at_the_end(shared: SidecarParts, tmp_path: Path) -> None:
+    await store(shared, *KEYS)
+    await shared.stack.drain(5)
+    assert shared.drain.progress.state is DrainState.SERVING
+    (tmp_path / "shared").mkdir()
+    await shared.drain.run()
+    assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
+    progress = shared.drain.progress
+    assert (progress.state, progress.total, progress.handed_over, progress.left) == (DrainState.DONE, len(KEYS), len(KEYS), 0)
+
+
+async def test_a_drain_that_left_something_is_tried_again_and_one_that_did_not_is_over(shared: SidecarParts, tmp_path: Path) -> None:
+    await store(shared, *KEYS)
+    await shared.drain.run()
+    assert shared.drain.progress.left == len(KEYS)
+    (tmp_path / "shared").mkdir()
+    await shared.drain.run()
+    assert shared.drain.progress.left == 0
+    last = shared.drain.progress
+    await shared.drain.run()
+    assert shared.drain.progress is last
+
+
+async def test_all_who_ask_wait_for_the_same_drain(shared: SidecarParts, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    await store(shared, *KEYS)
+    num_begun = []
+    shared.drain.when_it_begins(lambda: num_begun.append(1))
+    await asyncio.gather(*(shared.drain.run() for _ in range(3)))
+    assert num_begun == [1]
+    assert shared.drain.progress.total == len(KEYS)
+
+
+async def test_nothing_new_is_taken_from_its_beginning(shared: SidecarParts, tmp_path: Path) -> None:
+    assert shared.takes_handovers()
+    shared.drain.begin()
+    assert shared.is_draining
+    assert not shared.takes_handovers()
+    await shared.drain.run()
+
+
+class Hanging(StorageBackend):
+    """A tier that never answers."""
+
+    name = "RemoteBackend"
+
+    async def _hang(self, *_: object) -> list[bool]:
+        await asyncio.sleep(60)
+        return []
+
+    batched_contains = batched_get = batched_put = batched_remove = clear = _hang  # type: ignore[assignment]
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def stats(self) -> dict[str, int]:
+        return {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
+
+
+async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_sidecar.tiers.create_remote_backend", lambda *_, **__: Hanging())
+    async with serving(tmp_path, remote_url="lm://localhost", drain_timeout_s=0.6) as (_, parts):
+        await store(parts, *KEYS)
+        begin = time.monotonic()
+        await parts.drain.run()
+        assert 0.5 < time.monotonic() - begin < 1.5
+        progress = parts.drain.progress
+        assert (progress.state, progress.left) == (DrainState.DONE, len(KEYS))
+        assert not parts.is_settled
+
+
+async def test_without_anywhere_to_go_it_is_over_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, drain_timeout_s=60) as (_, parts):
+        await store(parts, *KEYS)
+        begin = time.monotonic()
+        await parts.drain.run()
+        assert time.monotonic() - begin < 2
+        assert parts.drain.progress.left == len(KEYS)
+
+
+async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
+    async with serving(tmp_path, **disk) as (_, parts):
+        await store(parts, *KEYS)
+        await parts.stack.drain(5)
+    async with serving(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared", arena_recover=False) as (_, parts):
+        assert not parts.stack.hot.keys()
+        await parts.drain.run()
+        assert parts.drain.progress.handed_over == len(KEYS)
+        assert not parts.stack.hot.keys(), "nothing went through shared memory"
+    assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
+
+
+async def test_the_end_of_a_sidecar_is_a_drain(tmp_path: Path) -> None:
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (_, parts):
+        await store(parts, *KEYS)
+        await parts.stack.drain(5)
+        (tmp_path / "shared").mkdir()
+    assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)

@@ -1,0 +1,194 @@
+"""Who gets which chunks, and what is said of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.telemetry import Counters
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_sidecar import metrics
+from lmcache_sidecar.handover import DrainProgress, Handover, LocalChunks
+from lmcache_sidecar.handover import handover as module
+
+NUM_CHUNKS = 40
+KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
+
+
+@dataclass
+class Place:
+    """A taker in memory, and the only one of its source.
+
+    Attributes:
+        taken: Payloads, in the order in which they came.
+        known: Chunks that it says to have.
+        refused: Chunks that it does not take.
+        room: How many it takes at most.
+        failures: How many calls fail first; negative: all.
+        delay_s: How long each call takes.
+    """
+
+    name: str = "place"
+    taken: dict[ChunkKey, bytes] = field(default_factory=dict)
+    known: set[ChunkKey] = field(default_factory=set)
+    refused: set[ChunkKey] = field(default_factory=set)
+    room: int = NUM_CHUNKS
+    failures: int = 0
+    delay_s: float = 0.0
+    others: Sequence[Place] = ()
+    num_closed: int = 0
+
+    async def takers(self) -> Sequence[Place]:
+        return [self, *self.others]
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._call()
+        return [key in self.known or key in self.taken for key in keys]
+
+    async def put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        await self._call()
+        kept = []
+        for chunk in chunks:
+            assert chunk.key not in self.taken, "nothing is sent twice"
+            is_kept = chunk.key not in self.refused and len(self.taken) < self.room
+            if is_kept:
+                self.taken[chunk.key] = bytes(chunk.memory.byte_array)
+            kept.append(is_kept)
+        return kept
+
+    async def _call(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.failures:
+            self.failures -= 1
+            raise UnavailableError("away")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+
+
+def make_hot(num_chunks: int = NUM_CHUNKS) -> LocalCPUBackend:
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1024 * NUM_CHUNKS), create_policy("lru"))
+    for name in range(num_chunks):
+        chunk = make_chunk(name, allocate=hot.allocate)
+        hot.put_many([chunk])
+        chunk.release()
+    return hot
+
+
+async def hand_over(hot: LocalCPUBackend, *sources: Place, seconds: float = 5.0, counters: Counters | None = None) -> DrainProgress:
+    progress = DrainProgress()
+    handover = Handover(LocalChunks("default", hot, None, None), sources, 1.0, counters or Counters())
+    await handover.run(progress, asyncio.get_running_loop().time() + seconds)
+    await handover.close()
+    assert all(source.num_closed for source in sources)
+    hot.check_integrity()
+    assert all(chunk.memory.get_ref_count() == 1 for _, chunk in hot._table.items()), "every reference is given back"
+    assert progress.left >= 0
+    return progress
+
+
+async def test_everything_goes_to_the_only_taker_the_hottest_first() -> None:
+    place, counters = Place(), Counters()
+    progress = await hand_over(make_hot(), place, counters=counters)
+    assert list(place.taken) == KEYS[::-1], "the last one stored is the hottest"
+    assert all(data == make_payload(name) for name, data in zip(reversed(range(NUM_CHUNKS)), place.taken.values(), strict=True))
+    assert progress == DrainProgress(total=NUM_CHUNKS, handed_over=NUM_CHUNKS)
+    assert counters.value(metrics.DRAINED_CHUNKS_TOTAL, "handed_over") == NUM_CHUNKS
+    assert counters.value(metrics.HANDED_OVER_BYTES_TOTAL) > 1000 * NUM_CHUNKS
+
+
+async def test_what_is_there_already_is_not_sent() -> None:
+    place = Place(known=set(KEYS[::2]))
+    progress = await hand_over(make_hot(), place)
+    assert set(place.taken) == set(KEYS[1::2])
+    assert (progress.handed_over, progress.already_elsewhere, progress.left) == (NUM_CHUNKS // 2, NUM_CHUNKS // 2, 0)
+
+
+async def test_what_nobody_takes_has_failed_and_the_next_source_may_take_it() -> None:
+    first, second = Place("first", refused=set(KEYS[:3])), Place("second", refused=set(KEYS[:1]))
+    progress = await hand_over(make_hot(), first, second)
+    assert set(second.taken) == set(KEYS[1:3])
+    assert (progress.handed_over, progress.failed, progress.left) == (NUM_CHUNKS - 1, 1, 0)
+
+
+async def test_several_takers_share_the_work_and_a_full_one_leaves_it_to_the_others() -> None:
+    full, roomy = Place("full", room=3), Place("roomy", delay_s=0.001)
+    full.others = [roomy]
+    progress = await hand_over(make_hot(), full)
+    assert len(full.taken) == 3
+    assert set(roomy.taken) == set(KEYS) - set(full.taken)
+    assert progress.handed_over == NUM_CHUNKS
+
+
+async def test_a_taker_that_is_away_for_a_moment_is_waited_for() -> None:
+    place = Place(failures=2)
+    assert (await hand_over(make_hot(), place)).handed_over == NUM_CHUNKS
+
+
+async def test_one_that_stays_away_is_given_up_and_its_chunks_are_left() -> None:
+    progress = await hand_over(make_hot(), Place(failures=-1))
+    assert (progress.left, progress.failed) == (NUM_CHUNKS, 0)
+
+
+@pytest.mark.parametrize("num_chunks", [3, NUM_CHUNKS])
+async def test_with_one_away_the_others_take_its_part(num_chunks: int) -> None:
+    """Also when it had all of it in its hands while the others were idle."""
+    gone, there = Place("gone", failures=-1, delay_s=0.01), Place("there")
+    gone.others = [there]
+    assert (await hand_over(make_hot(num_chunks), gone)).handed_over == num_chunks
+    assert len(there.taken) == num_chunks
+
+
+async def test_the_deadline_holds_while_a_taker_hangs() -> None:
+    begin = time.monotonic()
+    progress = await hand_over(make_hot(), Place(delay_s=60), seconds=0.2)
+    assert 0.15 < time.monotonic() - begin < 2.0
+    assert progress.left == NUM_CHUNKS
+
+
+async def test_one_that_hangs_leaves_the_next_its_part_of_the_time() -> None:
+    second = Place("second")
+    progress = await hand_over(make_hot(), Place("first", delay_s=60), second, seconds=0.4)
+    assert progress.handed_over == len(second.taken) == NUM_CHUNKS
+
+
+async def test_without_anybody_everything_is_left() -> None:
+    assert (await hand_over(make_hot())).left == NUM_CHUNKS
+
+
+async def test_without_a_chunk_nobody_is_asked() -> None:
+    assert await hand_over(make_hot(0), Place(failures=-1)) == DrainProgress()
+
+
+async def test_other_tenants_chunks_are_not_handed_on_under_this_name() -> None:
+    hot, place = make_hot(2), Place()
+    chunk = make_chunk("theirs", tenant="other", allocate=hot.allocate)
+    hot.put_many([chunk])
+    chunk.release()
+    progress = await hand_over(hot, place)
+    assert (progress.total, set(place.taken)) == (2, set(KEYS[:2]))
+
+
+async def test_a_chunk_that_is_gone_meanwhile_has_failed() -> None:
+    class Evicts(Place):
+        async def has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+            hot.remove_many(KEYS[:1])
+            return await super().has(keys)
+
+    hot = make_hot(3)
+    progress = await hand_over(hot, Evicts())
+    assert (progress.total, progress.handed_over, progress.failed, progress.left) == (3, 2, 1, 0)

@@ -1,0 +1,203 @@
+"""Chunks from one sidecar's memory into another's, over a real lm:// connection."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import Holder
+from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.p2p import PeerStatus
+from lmcache_core.security import TokenTable
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.telemetry import Counters
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import LmServer
+from lmcache_sidecar import metrics
+from lmcache_sidecar.handover import DrainProgress, Handover, HandoverDoor, LocalChunks, PeerSource
+from lmcache_sidecar.handover import handover as module
+from lmcache_sidecar.holders import Holders
+
+NUM_CHUNKS = 6
+KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
+TOKEN = "sidecars-0123456789abcdef"
+PEER = PeerStatus(id="b", incarnation=1, distributed_url="lm://127.0.0.1:1", load=0.0, draining=False, num_pulls=0, expires_in_ms=1000)
+
+
+@dataclass
+class Broker:
+    """The peers that it is told; fails without any list."""
+
+    listed: list[PeerStatus] | None = None
+
+    async def peers(self) -> list[PeerStatus]:
+        if self.listed is None:
+            raise UnavailableError("no broker")
+        return self.listed
+
+
+@dataclass
+class Lookup:
+    """Who holds what; fails when told to."""
+
+    holders: dict[bytes, list[Holder]] = field(default_factory=dict)
+    is_away: bool = False
+    is_degraded: bool = False
+
+    async def lookup(self, chunk_ids: list[bytes], exclude: list[str]) -> LookupAnswer:
+        assert exclude == ["a"]
+        if self.is_away:
+            raise UnavailableError("no lookup")
+        prefix: list[list[Holder]] = []
+        for chunk_id in chunk_ids:
+            if chunk_id not in self.holders:
+                break
+            prefix.append(self.holders[chunk_id])
+        return LookupAnswer(len(prefix), prefix, self.is_degraded)
+
+
+@dataclass
+class Peer:
+    hot: LocalCPUBackend
+    status: PeerStatus
+    counters: Counters
+    is_open: bool = True
+
+
+@asynccontextmanager
+async def peer(
+    tmp_path: Path, name: str = "b", tenant: str = "default", token_tenant: str = "default", **status: Any
+) -> AsyncIterator[Peer]:
+    """A sidecar's lm:// server as its lifespan makes it."""
+    tokens = tmp_path / f"{name}.yaml"
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    tokens.write_text(f"tokens:\n  - {{name: sidecar, tenant: default, role: client, token_sha256: {digest}}}\n")
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy())
+    stack, counters = TierStack(hot), Counters()
+    await stack.open()
+    made = Peer(hot, PEER, counters)
+    door = HandoverDoor(LocalStore(stack, lambda: made.is_open), tenant, False, counters)
+    server = LmServer(door, TokenTable.from_file(tokens).authenticate)
+    await server.open()
+    fields = {name: getattr(PEER, name) for name in PEER.__struct_fields__} | {
+        "id": name,
+        "distributed_url": f"lm://127.0.0.1:{server.port}",
+    }
+    made.status = PeerStatus(**(fields | status))
+    yield made
+    await server.close()
+    hot.check_integrity()
+    await stack.close()
+
+
+def make_hot(lossy: bool = False) -> LocalCPUBackend:
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy("lru"))
+    for name in range(NUM_CHUNKS):
+        chunk = make_chunk(name, allocate=hot.allocate, lossy=lossy)
+        hot.put_many([chunk])
+        chunk.release()
+    return hot
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+
+
+async def hand_over(broker: Broker, lookup: Lookup, hot: LocalCPUBackend | None = None, token: str | None = TOKEN) -> DrainProgress:
+    source = PeerSource("a", broker, Holders(lookup, "a"), token, 2.0)  # type: ignore[arg-type]
+    handover = Handover(LocalChunks("default", hot or make_hot(), None, None), [source], 1.0, Counters())
+    progress = DrainProgress()
+    await handover.run(progress, asyncio.get_running_loop().time() + 10)
+    await handover.close()
+    return progress
+
+
+def held_by(instance: str, *keys: ChunkKey, kind: str = "sidecar") -> dict[bytes, list[Holder]]:
+    return {key.key.chunk_id(): [Holder(instance, kind, "Hot", 1)] for key in keys}  # type: ignore[arg-type]
+
+
+async def test_a_peer_takes_everything_bit_for_bit(tmp_path: Path) -> None:
+    async with peer(tmp_path) as b:
+        assert await hand_over(Broker([b.status]), Lookup()) == DrainProgress(total=NUM_CHUNKS, handed_over=NUM_CHUNKS)
+        for name, chunk in zip(range(NUM_CHUNKS), b.hot.get_many(KEYS), strict=True):
+            assert chunk is not None
+            assert bytes(chunk.memory.byte_array) == make_payload(name)
+            chunk.release()
+        assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == NUM_CHUNKS
+
+
+async def test_several_peers_share_it(tmp_path: Path) -> None:
+    async with peer(tmp_path, "b") as b, peer(tmp_path, "c") as c:
+        big = make_hot()
+        progress = await hand_over(Broker([b.status, c.status]), Lookup(), big)
+        assert progress.handed_over == NUM_CHUNKS
+        assert set(b.hot.keys()) | set(c.hot.keys()) == set(KEYS)
+        assert set(b.hot.keys()).isdisjoint(c.hot.keys())
+
+
+async def test_what_somebody_else_holds_who_stays_is_not_sent(tmp_path: Path) -> None:
+    async with peer(tmp_path, "b") as b, peer(tmp_path, "leaving", draining=True) as leaving:
+        holders = held_by("b", KEYS[0], KEYS[4]) | held_by("store", KEYS[2], kind="storage")
+        holders |= held_by("leaving", KEYS[1]) | held_by("dead", KEYS[3])
+        progress = await hand_over(Broker([b.status, leaving.status]), Lookup(holders))
+        assert set(b.hot.keys()) == {KEYS[1], KEYS[3], KEYS[5]}
+        assert not leaving.hot.keys(), "who is about to end itself takes nothing"
+        assert (progress.handed_over, progress.already_elsewhere, progress.left) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("lookup", [Lookup(is_away=True), Lookup(is_degraded=True)], ids=["away", "degraded"])
+async def test_without_lookup_the_peer_itself_is_asked(tmp_path: Path, lookup: Lookup) -> None:
+    async with peer(tmp_path) as b:
+        known = make_chunk(2, allocate=b.hot.allocate)
+        b.hot.put_many([known])
+        known.release()
+        progress = await hand_over(Broker([b.status]), lookup)
+        assert (progress.handed_over, progress.already_elsewhere) == (NUM_CHUNKS - 1, 1)
+        assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == NUM_CHUNKS - 1
+
+
+@pytest.mark.parametrize("case", ["closed", "tenant", "token", "no-token", "lossy"])
+async def test_what_a_peer_does_not_take_stays_out(tmp_path: Path, case: str) -> None:
+    tenants = {"tenant": "mine" if case == "tenant" else "default"}
+    async with peer(tmp_path, **tenants) as b:
+        b.is_open = case != "closed"
+        token = {"token": "wrong-0123456789abcdef", "no-token": None}.get(case, TOKEN)
+        progress = await hand_over(Broker([b.status]), Lookup(), make_hot(lossy=case == "lossy"), token)
+        assert not b.hot.keys()
+        assert b.hot.stats()["arena_used_bytes"] == 0
+        assert progress.handed_over == 0
+        assert progress.left + progress.failed == NUM_CHUNKS
+        assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 0
+
+
+async def test_a_dead_peer_costs_its_tries_and_the_others_take_all(tmp_path: Path) -> None:
+    async with peer(tmp_path, "b") as b:
+        assert (await hand_over(Broker([PEER, b.status]), Lookup())).handed_over == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("listed", [None, []], ids=["no broker", "no peers"])
+async def test_with_nobody_there_it_is_over_soon(listed: list[PeerStatus] | None) -> None:
+    progress = await hand_over(Broker(listed), Lookup())
+    assert (progress.total, progress.left) == (NUM_CHUNKS, NUM_CHUNKS)
+
+
+async def test_holders_of_chunks_with_gaps_between_them() -> None:
+    lookup = Lookup(held_by("b", KEYS[0], KEYS[3], KEYS[4]))
+    ids = [key.key.chunk_id() for key in KEYS]
+    holders = Holders(lookup, "a")  # type: ignore[arg-type]
+    found = await holders.of(ids, 10)
+    assert [bool(at) for at in found if at is not None] == [True, False, False, True, True, False]
+    assert (await holders.of(ids, 2))[3:] == [None] * 3, "after so many questions the rest is unknown"
