@@ -1,11 +1,9 @@
-"""An explicit free list over a range of offsets: best fit, coalescing, O(log n) per operation."""
+"""An explicit free list over a range of offsets: best fit, coalescing, quick at any number of extents."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-
-from sortedcontainers import SortedList
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory.base import FreeBlock
@@ -27,7 +25,7 @@ class FreeList:
     """Offsets in `[0, capacity)`, cut at multiples of `ALIGN_BYTES`. Not thread-safe: its owner locks.
 
     Free extents lie in one bin per size; the sizes that have a bin are sorted. A neighbour is found by the offset at which it
-    begins or ends, so that only a size that appears or vanishes costs O(log n), n being the number of different sizes.
+    begins or ends, so that only a size that appears or vanishes costs a search; different sizes are few, and a plain list of them is quick.
 
     Args:
         capacity: Bytes to manage; a tail shorter than the alignment is left unused.
@@ -40,7 +38,7 @@ class FreeList:
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._bins: dict[int, dict[int, None]] = {}
-        self._sizes: SortedList = SortedList()
+        self._sizes: list[int] = []
         if self.capacity:
             self._insert(0, self.capacity)
 
@@ -62,7 +60,7 @@ class FreeList:
         wanted = extent_bytes(size)
         have = wanted
         if wanted not in self._bins:
-            at = self._sizes.bisect_left(wanted)
+            at = bisect_left(self._sizes, wanted)
             if at == len(self._sizes):
                 return None
             have = self._sizes[at]
@@ -165,7 +163,7 @@ class FreeList:
         starts = self._bins.get(size)
         if starts is None:
             self._bins[size] = {start: None}
-            self._sizes.add(size)
+            insort(self._sizes, size)
         else:
             starts[start] = None
 
@@ -179,4 +177,4 @@ class FreeList:
         del self._start_before[start + size]
         if not starts:
             del self._bins[size]
-            self._sizes.remove(size)
+            del self._sizes[bisect_left(self._sizes, size)]
