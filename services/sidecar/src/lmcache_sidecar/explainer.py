@@ -166,7 +166,9 @@ def _why_missing(places: Sequence[Place], reasons: Sequence[MissReason]) -> str 
         return None
     if "refused" in states:
         return MissReason.ENCODING.value
+    if MissReason.CORRUPT in reasons:
+        return QUARANTINED
     known = next((reason for reason in reasons if reason is not MissReason.NEVER_STORED), None)
     if known is not None:
-        return QUARANTINED if known is MissReason.CORRUPT else known.value
+        return known.value
     return UNKNOWN if "unknown" in states else MissReason.NEVER_STORED.value

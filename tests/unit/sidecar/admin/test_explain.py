@@ -1,0 +1,257 @@
+"""Explanations over REST: where each chunk is, and why it is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from lmcache_core.lookup import Holder
+from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
+from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.parts import SidecarParts
+
+from tests.fixtures.sidecar_app import ROOT, describe, hash_of, key_of, serving, store
+
+TOKENS = list(range(1000, 1010))
+HASHES = [digest.hex() for _, _, digest in chain_hashes(ROOT, tokens_as_uint32(TOKENS), 4)]
+
+
+async def explain(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
+    response = await client.post("/v1/explain", json=body)
+    assert response.status_code == 200, response.text
+    explanations: list[dict[str, Any]] = response.json()["explanations"]
+    return explanations
+
+
+async def states(client: httpx.AsyncClient, *hashes: str) -> list[dict[str, Any]]:
+    """The only state of each chunk."""
+    [explanation] = await explain(client, chunk_hashes=list(hashes))
+    return [chunk["states"][0] for chunk in explanation["chunks"]]
+
+
+async def test_tokens_are_cut_and_named_as_the_engine_does(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]), key_of(HASHES[2]))
+        [explanation] = await explain(client, token_ids=TOKENS)
+        assert [(chunk["start"], chunk["end"], chunk["chunk_hash"]) for chunk in explanation["chunks"]] == [
+            (0, 4, HASHES[0]),
+            (4, 8, HASHES[1]),
+            (8, 10, HASHES[2]),
+        ]
+        assert [chunk["is_complete"] for chunk in explanation["chunks"]] == [True, False, True]
+        assert explanation["num_prefix"] == 1
+        assert explanation["chunks"][1]["states"] == [{"rank": 0, "group": "", "places": [], "missing": "never_stored", "is_pinned": False}]
+
+
+async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]))
+        await client.post("/v1/pin", json={"chunk_hashes": HASHES[:1]})
+        [state] = await states(client, HASHES[0])
+        [place] = state["places"]
+        assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == ("Hot", "present", 1, False)
+        assert place["num_bytes"] > 1000
+        assert 0 <= place["age_s"] < 30
+        assert (state["missing"], state["is_pinned"]) == (None, True)
+
+
+async def test_every_rank_and_group_counts(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe(world_size=2, groups=("", "w")))
+        await store(parts, *(key_of(HASHES[0], rank, group, 2) for rank in range(2) for group in ("", "w") if (rank, group) != (1, "w")))
+        [explanation] = await explain(client, chunk_hashes=HASHES[:1])
+        [chunk] = explanation["chunks"]
+        assert (chunk["is_complete"], chunk["start"], chunk["end"]) == (False, None, None)
+        assert [(state["rank"], state["group"], state["missing"]) for state in chunk["states"]] == [
+            (0, "", None),
+            (0, "w", None),
+            (1, "", None),
+            (1, "w", "never_stored"),
+        ]
+
+
+@pytest.mark.parametrize(("options", "missing"), [({}, "evicted"), ({"chunk_ttl_s": 0.05}, "expired")])
+async def test_what_memory_gave_up_is_told(tmp_path: Path, options: dict[str, object], missing: str) -> None:
+    async with serving(tmp_path, **options) as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]))
+        if missing == "expired":
+            await asyncio.sleep(0.1)
+        parts.stack.hot.evict_bytes(1 << 30)
+        [state] = await states(client, HASHES[0])
+        assert (state["places"], state["missing"]) == ([], missing)
+
+
+async def test_asking_is_no_access(tmp_path: Path) -> None:
+    async with serving(tmp_path, eviction_policy="lru") as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]), key_of(HASHES[1]))
+        coldest = parts.stack.hot.hottest()[-1][0].key.chunk_hash
+        await states(client, coldest)
+        assert parts.stack.hot.hottest()[-1][0].key.chunk_hash == coldest
+
+
+async def test_reasons_of_what_is_gone(tmp_path: Path) -> None:
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
+    async with serving(tmp_path, **disk) as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, *(key_of(chunk_hash) for chunk_hash in HASHES))
+        await parts.stack.drain(5)
+        [state] = await states(client, HASHES[0])
+        assert [place["tier"] for place in state["places"]] == ["Hot", "LocalDiskBackend"]
+        parts.stack.hot.evict_bytes(1 << 30)
+        victim = parts.local_tiers[1]._layout.record(key_of(HASHES[0]))  # type: ignore[attr-defined]
+        content = bytearray(victim.read_bytes())
+        content[-1] ^= 1
+        victim.write_bytes(content)
+        await parts.stack.batched_get([key_of(HASHES[0])])
+        damaged, on_disk, never = await states(client, HASHES[0], HASHES[1], hash_of("never"))
+        assert (damaged["places"], never["places"]) == ([], [])
+        assert damaged["missing"] == "quarantined"
+        assert [(place["tier"], place["lossy"]) for place in on_disk["places"]] == [("LocalDiskBackend", False)]
+        assert never["missing"] == "never_stored"
+
+
+class HangingRemote:
+    name = "RemoteBackend"
+
+    async def batched_contains(self, keys: object) -> list[bool]:
+        await asyncio.sleep(60)
+        return []
+
+
+class LookupOf:
+    """Two peers hold the first chunk, one the third."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._holders = {
+            key_of(HASHES[0]).key.chunk_id(): [Holder("b", "sidecar", "Hot", 1), Holder("c", "sidecar", "Hot", 1)],
+            key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "Hot", 1)],
+        }
+
+    async def lookup(self, chunk_ids: list[bytes], exclude: list[str]) -> LookupAnswer:
+        await asyncio.sleep(self._delay_s)
+        prefix = []
+        for chunk_id in chunk_ids:
+            if chunk_id not in self._holders:
+                break
+            prefix.append(self._holders[chunk_id])
+        return LookupAnswer(len(prefix), prefix)
+
+
+def use(parts: SidecarParts, lookup: LookupOf | None = None, remote: object | None = None) -> None:
+    parts.explainer._holders = None if lookup is None else Holders(lookup, "test")  # type: ignore[arg-type]
+    parts.explainer._remote = remote  # type: ignore[assignment]
+
+
+async def test_peers_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        use(parts, LookupOf())
+        first, second, third = await states(client, *HASHES)
+        assert [(place["tier"], place["peers"]) for place in first["places"]] == [("P2PBackend", ["b", "c"])]
+        assert (second["places"], second["missing"]) == ([], "never_stored")
+        assert third["places"][0]["peers"] == ["c"]
+
+
+async def test_what_does_not_answer_is_unknown_and_costs_its_deadline_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, tier_timeout_s=0.3) as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]))
+        use(parts, LookupOf(delay_s=0.2), HangingRemote())
+        begin = asyncio.get_running_loop().time()
+        first, second, third = await states(client, *HASHES)
+        assert asyncio.get_running_loop().time() - begin < 1.5
+        assert (first["places"][0]["tier"], first["places"][0]["state"]) == ("Hot", "present")
+        assert first["missing"] is None
+        assert (second["missing"], third["missing"]) == ("unknown", "unknown")
+        assert {(place["tier"], place["state"]) for place in third["places"]} == {("P2PBackend", "unknown"), ("RemoteBackend", "unknown")}
+
+
+async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (client, parts):
+        parts.descriptions.note(describe())
+        await store(parts, key_of(HASHES[0]))
+        await parts.stack.drain(5)
+        parts.stack.hot.clear_now()
+        first, second = await states(client, HASHES[0], HASHES[1])
+        assert [(place["tier"], place["lossy"]) for place in first["places"]] == [("RemoteBackend", None)]
+        assert second["missing"] == "never_stored"
+
+
+async def test_several_ways_to_name_are_explained_the_last_first(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        for number in range(6):
+            parts.descriptions.note(describe(root=bytes([number]) * 32))
+        response = (await client.post("/v1/explain", json={"token_ids": TOKENS})).json()
+        assert (len(response["explanations"]), response["num_not_explained"]) == (4, 2)
+        expected = [next(chain_hashes(bytes([n]) * 32, tokens_as_uint32(TOKENS), 4))[2].hex() for n in (5, 4, 3, 2)]
+        assert [explanation["chunks"][0]["chunk_hash"] for explanation in response["explanations"]] == expected
+        assert len(await explain(client, chunk_hashes=HASHES)) == 1, "a hash knows its root"
+
+
+async def test_before_an_engine_has_connected_it_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        response = await client.post("/v1/explain", json={"token_ids": TOKENS})
+        assert (response.status_code, response.headers["content-type"]) == (409, "application/problem+json")
+        assert "an engine must have connected to this sidecar once" in response.json()["detail"]
+
+
+async def test_it_is_served_on_loopback_only(tmp_path: Path) -> None:
+    async with serving(tmp_path, host="10.0.0.1", allow_anonymous=True) as (client, parts):
+        parts.descriptions.note(describe())
+        response = await client.post("/v1/explain", json={"token_ids": TOKENS})
+        assert response.status_code == 403
+        assert "loopback" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"token_ids": [-1]},
+        {"token_ids": [1 << 32]},
+        {"token_ids": ["31337x"]},
+        {"token_ids": []},
+        {"token_ids": [1], "chunk_hashes": HASHES},
+        {"chunk_hashes": ["xyz"]},
+    ],
+)
+async def test_bodies_that_are_not_valid_are_problems_and_are_not_repeated(
+    tmp_path: Path, body: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        response = await client.post("/v1/explain", json=body)
+        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+        assert "31337" not in response.text + caplog.text
+
+
+async def test_too_many_tokens_are_refused_and_as_many_as_allowed_are_not(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe(chunk_size=256))
+        [explanation] = await explain(client, token_ids=[7] * 131_072)
+        assert len(explanation["chunks"]) == 512
+        assert (await client.post("/v1/explain", json={"token_ids": [7] * 131_073})).status_code == 422
+        parts.descriptions.note(describe(chunk_size=1))
+        response = await client.post("/v1/explain", json={"token_ids": [7] * 10_000})
+        assert response.status_code == 400
+        assert "ask for 8192 chunks or fewer" in response.json()["detail"]
+
+
+async def test_token_ids_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/nowhere") as (client, parts):
+        parts.descriptions.note(describe())
+        await explain(client, token_ids=[31337, 31338, 31339, 31340])
+    assert "3133" not in caplog.text

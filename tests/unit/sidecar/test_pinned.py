@@ -1,0 +1,134 @@
+"""Chunks that are kept hot: bounded, for a while, and let go at the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_sidecar import pinned as module
+from lmcache_sidecar.pinned import PIN_BOUND, PinBoard
+
+NUM_SLOTS = 8
+SLOT_BYTES = 1024
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[TierStack]:
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(NUM_SLOTS * SLOT_BYTES), create_policy("lru"))
+    made = TierStack(hot, [LocalDiskBackend(tmp_path, 1 << 20)])
+    await made.open()
+    yield made
+    hot.check_integrity()
+    await made.close()
+    assert hot.stats()["arena_used_bytes"] == 0, "a pin outlived its board"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def board(stack: TierStack, clock: Clock) -> PinBoard:
+    return PinBoard(stack, NUM_SLOTS * SLOT_BYTES, 5.0, clock)
+
+
+async def put(stack: TierStack, *names: object) -> None:
+    for name in names:
+        chunk = make_chunk(name, allocate=stack.hot.allocate)
+        assert await stack.batched_put([chunk]) == [True]
+        chunk.release()
+        await stack.drain(5)
+
+
+async def test_a_pinned_chunk_survives_pressure_until_its_time_is_over(stack: TierStack, board: PinBoard, clock: Clock) -> None:
+    await put(stack, "kept")
+    assert await board.pin([make_key("kept")], 10) == {}
+    await put(stack, *range(2 * NUM_SLOTS))
+    assert stack.hot.contains_many([make_key("kept")]) == [True]
+    [pin] = board.pins()
+    assert (pin.key, pin.num_bytes, pin.expires_in_s) == (make_key("kept"), SLOT_BYTES, 10)
+    clock.now += 9
+    await board.expire()
+    assert make_key("kept") in board
+    clock.now += 1
+    await board.expire()
+    assert (len(board), board.num_bytes) == (0, 0)
+    await put(stack, *range(100, 100 + NUM_SLOTS))
+    assert stack.hot.contains_many([make_key("kept")]) == [False]
+
+
+async def test_what_is_not_hot_is_lifted(stack: TierStack, board: PinBoard) -> None:
+    await put(stack, "a")
+    stack.hot.clear_now()
+    assert await board.pin([make_key("a"), make_key("nowhere")], 10) == {make_key("nowhere"): "never_stored"}
+    assert stack.hot.contains_many([make_key("a")]) == [True]
+    board.close()
+
+
+async def test_pins_hold_half_of_the_memory_at_most(stack: TierStack, board: PinBoard) -> None:
+    await put(stack, *range(NUM_SLOTS))
+    reasons = await board.pin([make_key(name) for name in range(NUM_SLOTS)], 10)
+    assert reasons == {make_key(name): PIN_BOUND for name in range(NUM_SLOTS // 2, NUM_SLOTS)}
+    assert board.num_bytes == board.max_bytes == NUM_SLOTS * SLOT_BYTES // 2
+    assert await board.pin([make_key(NUM_SLOTS - 1)], 10) == {make_key(NUM_SLOTS - 1): PIN_BOUND}
+    board.unpin([make_key(0)])
+    assert await board.pin([make_key(NUM_SLOTS - 1)], 10) == {}
+    board.close()
+
+
+async def test_and_are_bounded_in_number(stack: TierStack, board: PinBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PINNED_CHUNKS", 2)
+    await put(stack, *range(3))
+    assert await board.pin([make_key(name) for name in range(3)], 10) == {make_key(2): PIN_BOUND}
+    board.close()
+
+
+async def test_pinning_again_prolongs_and_costs_nothing(stack: TierStack, board: PinBoard, clock: Clock) -> None:
+    await put(stack, "a")
+    keys = [make_key("a")]
+    await board.pin(keys * 2, 10)
+    clock.now += 8
+    await board.pin(keys, 10)
+    assert (len(board), board.num_bytes, board.pins()[0].expires_in_s) == (1, SLOT_BYTES, 10)
+    assert board.unpin(keys) == 1
+    assert board.unpin(keys) == 0
+
+
+async def test_what_is_cleared_is_not_held_on_to(stack: TierStack, board: PinBoard) -> None:
+    await put(stack, "a")
+    await board.pin([make_key("a")], 10)
+    await stack.clear()
+    await board.expire()
+    assert stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_at_the_end_all_is_let_go_and_nothing_pinned_any_more(stack: TierStack, board: PinBoard) -> None:
+    await put(stack, "a", "b")
+    await board.pin([make_key("a")], 10)
+    board.close()
+    assert len(board) == 0
+    assert make_key("b") in await board.pin([make_key("b")], 10)
+    assert len(board) == 0
+
+
+async def test_hashes_let_go_of_all_their_ranks(stack: TierStack, board: PinBoard) -> None:
+    await put(stack, "a", "b", "c")
+    keys = [make_key(name) for name in "abc"]
+    await board.pin(keys, 10)
+    assert board.unpin_hashes(frozenset({keys[0].key.chunk_hash, "0" * 64})) == 1
+    assert board.unpin_hashes(None) == 2
