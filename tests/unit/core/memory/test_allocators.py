@@ -278,3 +278,28 @@ def test_every_name_of_the_package_exists():
     assert all(getattr(memory, name) is not None for name in memory.__all__)
     with pytest.raises(AttributeError, match="NoSuchThing"):
         _ = memory.NoSuchThing
+
+
+def test_an_arena_gives_out_what_was_there_before_and_tells_when_it_is_free():
+    freed = []
+    buffer = memoryview(bytearray(CAPACITY))
+    buffer[1024:1034] = b"0123456789"
+    allocator = ArenaAllocator(buffer, freed.append)
+    first, second = allocator.take([(1024, 10), (0, 0)])
+    assert bytes(first.byte_array) == b"0123456789"
+    assert (first.metadata.address, first.metadata.phy_size, first.get_size()) == (1024, 512, 10)
+    assert (second.metadata.address, second.metadata.phy_size, second.get_size()) == (0, 512, 0)
+    allocator.check_integrity()
+    other = allocator.allocate((CAPACITY - 2048,), None)
+    assert other.metadata.address not in (0, 1024)
+    with pytest.raises(ValueError, match="no free extent"):
+        allocator.take([(512, 100), (1024, 1)])
+    allocator.check_integrity()
+    first.ref_count_up()
+    first.ref_count_down()
+    assert freed == []
+    for obj in (first, other, second):
+        obj.ref_count_down()
+    assert freed == [1024, other.metadata.address, 0]
+    allocator.check_integrity()
+    assert allocator.used_bytes == 0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lmcache_core.errors import IntegrityError
@@ -207,3 +207,69 @@ def test_blocks_say_whether_they_meet():
     assert FreeBlock(0, 512).can_be_coalesced(FreeBlock(512, 1))
     assert not FreeBlock(512, 1).can_be_coalesced(FreeBlock(0, 512))
     assert not FreeBlock(0, 512).can_be_coalesced(FreeBlock(513, 1))
+
+
+def units(start: int, size: int) -> FreeBlock:
+    return FreeBlock(start * ALIGN_BYTES, size * ALIGN_BYTES)
+
+
+def test_extents_of_earlier_books_are_taken_where_they_were():
+    free = FreeList(CAPACITY)
+    free.take([units(10, 2), units(0, 1), units(3, 2), units(5, 1)])
+    free.check_integrity()
+    assert free.free_blocks() == [units(1, 2), units(6, 4), units(12, 4)]
+    assert (free.used_bytes, free.num_used_blocks) == (6 * ALIGN_BYTES, 4)
+    free.take([units(12, 4), units(7, 1)])
+    free.check_integrity()
+    assert free.free_blocks() == [units(1, 2), units(6, 1), units(8, 2)]
+    for start in (0, 3, 5, 7, 10, 12):
+        free.free(start * ALIGN_BYTES)
+    free.check_integrity()
+    assert free.free_blocks() == [units(0, 16)]
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [units(4, 1)],
+        [units(3, 2)],
+        [units(4, 1), units(0, 1)],
+        [units(5, 4)],
+        [units(15, 2)],
+        [units(16, 1)],
+        [units(-1, 1)],
+        [units(0, 2), units(1, 1)],
+        [units(0, 1), units(0, 1)],
+        [units(0, 0)],
+        [units(0, -1)],
+        [FreeBlock(1, ALIGN_BYTES)],
+        [FreeBlock(0, 1)],
+    ],
+)
+def test_what_is_not_free_is_not_taken_and_nothing_else_is(extents):
+    free = FreeList(CAPACITY)
+    free.take([units(4, 1), units(8, 2)])
+    before = free.free_blocks()
+    with pytest.raises(ValueError, match="no free extent"):
+        free.take([units(1, 1), *extents] if extents[0].start >= units(2, 0).start else extents)
+    assert free.free_blocks() == before
+    free.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.booleans()), max_size=20), st.randoms(use_true_random=False))
+def test_books_that_are_rebuilt_are_the_same(sizes, dice):
+    first = FreeList(CAPACITY)
+    blocks = [(first.allocate(size), keeps) for size, keeps in sizes]
+    kept = [block for block, keeps in blocks if block is not None and keeps]
+    for block, keeps in blocks:
+        if block is not None and not keeps:
+            first.free(block.start)
+    dice.shuffle(kept)
+    second = FreeList(CAPACITY)
+    second.take(kept)
+    second.check_integrity()
+    assert (second.free_blocks(), second.used_bytes, second.num_used_blocks) == (
+        first.free_blocks(),
+        first.used_bytes,
+        first.num_used_blocks,
+    )

@@ -9,7 +9,7 @@ import sys
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena
-from lmcache_core.memory.arena_locks import generation_path, generations_in, own_directory
+from lmcache_core.memory.arena_locks import generations_in, own_directory
 from lmcache_core.memory.shared import FILE_NAME, ArenaFile, unlink_shared_arena
 
 SIZE = 4 * mmap.PAGESIZE

@@ -1,0 +1,147 @@
+"""Real sidecar processes, one after the other on one arena, without any other tier."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.engine import LMCacheEngine
+from lmcache_demo.processes import DemoError, Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar, until
+from tests.fixtures.sidecar import engine_at
+
+NUM_CHUNKS = 20
+NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
+TOKENS, KV = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with Processes(tmp_path, quiet_environment()) as owner:
+        yield owner
+
+
+def num_retrieved(engine: LMCacheEngine) -> int:
+    """How many tokens are hits; their KV is what was stored."""
+    target = empty_kv(NUM_TOKENS)
+    num = int(engine.retrieve(TOKENS, kvcaches=target).sum())
+    assert_equal_prefix(target, KV, num)
+    return num
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_finds_again_what_it_stored_before_a_restart(processes: Processes, tmp_path: Path, number: int) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(TOKENS, kvcaches=KV)
+        before = sidecar.ask("/v1/status")
+        inode = (sidecar.arena / "kv.arena").stat().st_ino
+        sidecar.restart(number)  # at once: what was answered is written down
+        until(lambda: engine.lookup(TOKENS) == NUM_TOKENS, "the engine does not come back by itself")
+        assert num_retrieved(engine) == NUM_TOKENS
+    after = sidecar.ask("/v1/status")
+    assert after["generation"] != before["generation"]
+    assert after["arena"] == {
+        "is_recorded": True,
+        "lent_bytes": 0,
+        "recovery": {
+            "is_over": True,
+            "found_chunks": NUM_CHUNKS,
+            "checked_chunks": NUM_CHUNKS,
+            "recovered_chunks": NUM_CHUNKS,
+            "damaged_chunks": 0,
+            "dropped_chunks": 0,
+        },
+    }
+    assert (sidecar.arena / "kv.arena").stat().st_ino == inode, "engines need not give up memory first"
+    lines = sidecar.ask("/metrics").splitlines()
+    assert f'lmcache_sidecar_loaded_chunks_total{{tier="Hot"}} {NUM_CHUNKS}.0' in lines
+    assert f"lmcache_sidecar_recovered_chunks_total {NUM_CHUNKS}.0" in lines
+
+
+def test_restarts_in_a_row_lose_nothing(processes: Processes, tmp_path: Path) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(TOKENS, kvcaches=KV)
+    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        sidecar.end(number)
+        sidecar.start()  # the next signal may come before the recovery is over
+    until(lambda: sidecar.recovery["is_over"], "the recovery does not end")
+    with engine_at(sidecar.socket) as engine:
+        assert num_retrieved(engine) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("options", [{"arena_gb": 2 * ARENA_BYTES / (1 << 30)}, {"arena_recover": False}])
+def test_it_starts_empty_where_the_arena_does_not_fit(processes: Processes, tmp_path: Path, options: dict[str, Any]) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(TOKENS, kvcaches=KV)
+        sidecar.restart(**options)
+        assert sidecar.hot["arena_used_bytes"] == 0
+
+        def stored() -> bool:
+            engine.store(TOKENS, kvcaches=KV)
+            return engine.lookup(TOKENS) == NUM_TOKENS
+
+        until(stored, "the engine does not come back")
+        assert num_retrieved(engine) == NUM_TOKENS
+
+
+def test_a_bit_that_flips_while_it_is_down_is_not_served(processes: Processes, tmp_path: Path) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path, verify_hot="never")
+    with engine_at(sidecar.socket) as engine:
+        engine.store(TOKENS, kvcaches=KV)
+        sidecar.end()
+        at = 12 * CHUNK_SIZE  # the first token of the 13th chunk, in the first layer's K
+        row = KV[0][0][at].numpy().tobytes()
+        with (sidecar.arena / "kv.arena").open("r+b") as file:
+            offset = file.read().index(row)
+            file.seek(offset)
+            file.write(bytes([row[0] ^ 1]))
+        sidecar.start()
+        until(lambda: sidecar.recovery["is_over"], "the recovery does not end")
+        assert sidecar.recovery["recovered_chunks"] == NUM_CHUNKS - 1
+        assert sidecar.recovery["damaged_chunks"] == 1
+        until(lambda: engine.lookup(TOKENS) > 0, "the engine does not come back")
+        assert num_retrieved(engine) == 12 * CHUNK_SIZE
+        engine.store(TOKENS, kvcaches=KV)
+        assert num_retrieved(engine) == NUM_TOKENS
+    assert 'lmcache_sidecar_unrecovered_chunks_total{reason="damaged"} 1.0' in sidecar.ask("/metrics").splitlines()
+
+
+def test_a_journal_that_cannot_be_written_costs_recovery_and_nothing_else(processes: Processes, tmp_path: Path) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path)
+    with engine_at(sidecar.socket) as engine:
+        inode = (sidecar.arena / "kv.arena").stat().st_ino
+        no_limit = resource.prlimit(sidecar.process.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        engine.store(TOKENS, kvcaches=KV)
+        assert num_retrieved(engine) == NUM_TOKENS
+        assert not sidecar.ask("/v1/status")["arena"]["is_recorded"]
+        resource.prlimit(sidecar.process.process.pid, resource.RLIMIT_FSIZE, no_limit)
+        sidecar.restart()
+        assert (sidecar.recovery["found_chunks"], sidecar.lent_bytes) == (0, 0)
+        assert (sidecar.arena / "kv.arena").stat().st_ino != inode
+        until(lambda: sidecar.ask("/v1/status")["arena"]["is_recorded"], "the new one is not written down")
+
+
+def test_two_sidecars_refuse_one_arena(processes: Processes, tmp_path: Path) -> None:
+    sidecar = RestartedSidecar(processes, tmp_path)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(TOKENS, kvcaches=KV)
+        with pytest.raises(DemoError, match="another sidecar has its memory there"):
+            RestartedSidecar(processes, tmp_path, socket_path=tmp_path / "other.sock")
+        assert num_retrieved(engine) == NUM_TOKENS
+
+
+def test_a_journal_is_of_no_use_to_another_user(processes: Processes, tmp_path: Path) -> None:
+    """It names models and tenants; clients of the pod need the arena alone."""
+    sidecar = RestartedSidecar(processes, tmp_path, arena_mode="0666")
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in sidecar.arena.iterdir()}
+    assert modes == {".arena": 0o666, ".generation": 0o666, ".journal": 0o600}
