@@ -116,14 +116,14 @@ def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
     return connection
 
 
-def test_two_layouts_under_one_model_are_refused(sidecar: RunningSocket) -> None:
+def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
     with contextlib.ExitStack() as stack:
         first = connected(sidecar)
         stack.callback(first.close)
-        for fields in ({}, {"rank": 1, "layout": "b"}, {"model": "n", "layout": "b"}, {"world_size": 2, "layout": "b"}, {"layout": ""}):
+        for fields in ({}, {"client": "other", "layout": "b"}, {"model": "n", "layout": "b"}, {"world_size": 2, "layout": "b"}, {"layout": ""}):
             stack.callback(connected(sidecar, **fields).close)
-        with pytest.raises(ProtocolError, match=r"layout: model 'm', rank 0 of 1: layout 'b', but the client with pid 1"):
-            connected(sidecar, layout="b")
+        with pytest.raises(ProtocolError, match=r"layout: client 'test', model 'm': layout 'b', but the client with pid 1"):
+            connected(sidecar, rank=1, layout="b")
         assert first.call(m.Stats(), m.StatsOk), "the others are not disturbed"
     until(lambda: not sidecar.server.sessions, "the clients do not go")
     connected(sidecar, layout="b").close()

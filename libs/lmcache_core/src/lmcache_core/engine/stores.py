@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
@@ -13,6 +15,9 @@ from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.telemetry import Counters
 from lmcache_core.token_database import identity_root
 
+if TYPE_CHECKING:
+    from lmcache_core.sidecar.messages import Describe, Hello
+
 
 def create_chunk_store(
     config: LMCacheEngineConfig,
@@ -20,14 +25,29 @@ def create_chunk_store(
     memory_allocator: MemoryAllocatorInterface | None,
     counters: Counters,
     workers: Workers | None = None,
+    client: str = "",
+    groups: tuple[str, ...] = ("",),
 ) -> ChunkStore:
     """The chunk store that the config names; not opened.
+
+    Args:
+        config: Options.
+        metadata: What the KV is.
+        memory_allocator: Host memory for chunks; only in embedded mode.
+        counters: Where misses are counted.
+        workers: Threads for digests.
+        client: Names the engine to the sidecar, the same for all of its processes; by default this process.
+        groups: Layer groups that chunks are stored for, by their names in keys.
 
     Raises:
         ConfigError: Embedded mode without an allocator.
     """
     if config.sidecar_socket is not None:
-        return _sidecar_store(Path(config.sidecar_socket), config, metadata, counters, workers)
+        from lmcache_core.sidecar import SidecarChunkStore
+
+        hello = _hello(metadata, client or f"engine-{os.getpid()}")
+        described = _describing(config, metadata, groups)
+        return SidecarChunkStore(Path(config.sidecar_socket), hello, config.tier_timeout_s, counters, workers, described)
     if memory_allocator is None:
         raise ConfigError("memory_allocator=None: embedded mode needs host memory for chunks (or set sidecar_socket)")
     from lmcache_core.storage.manager import StorageManager
@@ -35,19 +55,22 @@ def create_chunk_store(
     return StorageManager(config, memory_allocator, counters, workers)
 
 
-def _sidecar_store(
-    path: Path, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, counters: Counters, workers: Workers | None
-) -> ChunkStore:
-    from lmcache_core.sidecar import SidecarChunkStore
-    from lmcache_core.sidecar.messages import CAPABILITIES, VERSION, Describe, Hello
+def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
+    from lmcache_core.sidecar.messages import CAPABILITIES, VERSION, Hello
 
-    hello = Hello(
-        *(VERSION, VERSION, "engine", os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint()),
+    return Hello(
+        *(VERSION, VERSION, client, os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint()),
         *(CAPABILITIES, metadata.world_size),
     )
 
-    def describe(salt: str) -> Describe:
-        root = identity_root(metadata, salt)
-        return Describe(metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, ("",))
 
-    return SidecarChunkStore(path, hello, config.tier_timeout_s, counters, workers, describe)
+def _describing(config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, groups: tuple[str, ...]) -> Callable[[str], Describe]:
+    """Says, once the salt is known, how this engine names chunks."""
+
+    def describe(salt: str) -> Describe:
+        from lmcache_core.sidecar.messages import Describe
+
+        root = identity_root(metadata, salt)
+        return Describe(metadata.fmt, metadata.model_name, metadata.world_size, config.chunk_size, root, groups)
+
+    return describe

@@ -18,9 +18,9 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from lmcache_core.engine.guard import DegradingGuard
-from lmcache_core.errors import LayoutError
+from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.events import StoredEvents
-from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size
+from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, WorkerReport
@@ -33,8 +33,9 @@ from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
+SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
 HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
-"""Since 0.30 a failed load of a model with several cache groups can be reported; before, such a model has one group for us."""
+"""Since 0.30 a failed load can be reported by request (`fails_by_block`); before, a model with several groups has one for us."""
 BASES = (base.KVConnectorBase_V1, base.SupportsHMA) if HAS_TRANSFER_RESULTS else (base.KVConnectorBase_V1,)
 
 
@@ -71,19 +72,26 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def _open(self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
         groups = cache_groups(kv_cache_config)
         check_chunk_size(groups, options.engine.chunk_size)
-        if len(groups) > 1:
+        if not fails_by_block(groups):
+            if not HAS_TRANSFER_RESULTS:
+                raise LayoutError("sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has failed")
             options = replace(options, load=ASYNC)  # a synchronous load that fails could not be reported
+        if options.engine.sidecar_socket is None and vllm_config.parallel_config.world_size > 1:
+            raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
         identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
         roots = Roots(identity)
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         rank = vllm_config.parallel_config.rank if self.role is base.KVConnectorRole.WORKER else 0
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
-        self._open_store = open_store(engine_id, options.engine, metadata, self._counters, roots.use_salt)
+        names = tuple(group.name for group in groups)
+        self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt)
         store = self._open_store.store
         if self.role is base.KVConnectorRole.WORKER:
             self._worker = WorkerSide(options, groups, identity, rank, store, self._counters, self._guard)
             return
         _warn_of_policy(vllm_config)
+        if self._open_store.is_alone:
+            logger.error("the worker runs in another process, which a cache inside vLLM does not reach: %s", SIDECAR_HINT)
         self._scheduler = SchedulerSide(options, groups, identity, store, roots)
         events = vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:

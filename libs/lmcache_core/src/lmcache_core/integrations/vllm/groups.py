@@ -93,6 +93,15 @@ def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
             )
 
 
+def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
+    """Whether vLLM can be told of a failed load by blocks.
+
+    Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute again from the first such block on,
+    where the window reaches back to blocks that the request never had. It is then told of the request, which begins anew.
+    """
+    return len(groups) == 1 and groups[0].window is None
+
+
 def blocks_of(table: Sequence[int], group: CacheGroup, chunk_size: int, first: int, num_chunks: int) -> tuple[int, ...]:
     """The blocks of consecutive chunks; `NULL_BLOCK` where the table has none."""
     per_chunk = chunk_size // group.block_size

@@ -49,6 +49,7 @@ class SchedulerSide:
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
         self._block_size = max(group.block_size for group in groups)
+        self._has_windows = any(group.window is not None for group in groups)
         self._num_workers = identity.num_ranks * identity.replicas
         self._offers = Offers(store, identity, groups, self._chunk_size)
         self._roots = roots
@@ -207,8 +208,11 @@ class SchedulerSide:
             state.asked_at = first_asked
 
     def _limit_of(self, state: RequestState) -> int:
-        """How many tokens can be loaded at most: the forward pass needs one, for which vLLM itself cares in an asynchronous load."""
-        return int(state.request.num_tokens) - (0 if self._options.is_async else 1)
+        """How many tokens can be loaded at most: the forward pass needs one.
+
+        In an asynchronous load vLLM itself steps back by that one, but a window then reaches back to a token whose block it has dropped.
+        """
+        return int(state.request.num_tokens) - (0 if self._options.is_async and not self._has_windows else 1)
 
     def _end_of(self, state: RequestState, offer: Offer) -> int:
         return min(offer.num_chunks * self._chunk_size, self._limit_of(state))

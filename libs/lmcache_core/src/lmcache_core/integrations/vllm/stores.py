@@ -22,10 +22,12 @@ class OpenStore:
     Args:
         store: The store.
         close: What closes it.
+        is_alone: No other side of the engine uses it in this process, though it is inside vLLM.
     """
 
-    def __init__(self, store: ChunkStore, close: Callable[[], None]) -> None:
+    def __init__(self, store: ChunkStore, close: Callable[[], None], is_alone: bool = False) -> None:
         self.store = store
+        self.is_alone = is_alone
         self._close = close
 
     def close(self) -> None:
@@ -35,7 +37,12 @@ class OpenStore:
 
 
 def open_store(
-    engine_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, counters: Counters, on_salt: OnSalt
+    engine_id: str,
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    groups: tuple[str, ...],
+    counters: Counters,
+    on_salt: OnSalt,
 ) -> OpenStore:
     """Open what the config names; a sidecar that is away is not an error.
 
@@ -43,13 +50,14 @@ def open_store(
         engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one engine in one process.
         config: Options.
         metadata: What the KV is.
+        groups: Names of the cache groups in keys.
         counters: Where misses are counted.
         on_salt: Called with the tenant's salt, then and later.
     """
     if config.sidecar_socket is None:
         return _EmbeddedStores.open(engine_id, config, metadata, counters, on_salt)
     workers = Workers("lmcache-digest")
-    store = create_chunk_store(config, metadata, None, counters, workers)
+    store = create_chunk_store(config, metadata, None, counters, workers, f"vllm/{engine_id}", groups)
     store.open(on_salt)
     return OpenStore(store, store.close)
 
@@ -74,7 +82,7 @@ class _EmbeddedStores:
                 store.open(lambda salt: None)
             cls._stores[engine_id] = (store, num_users + 1)
         on_salt(config.salt)
-        return OpenStore(store, lambda: cls._close(engine_id))
+        return OpenStore(store, lambda: cls._close(engine_id), is_alone=num_users == 0)
 
     @classmethod
     def _close(cls, engine_id: str) -> None:

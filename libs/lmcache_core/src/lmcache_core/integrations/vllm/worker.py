@@ -14,7 +14,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import Guard
 from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
-from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
+from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
@@ -105,8 +105,8 @@ class WorkerSide:
 
     @property
     def reports_blocks(self) -> bool:
-        """Whether failed loads are told by block; with several groups vLLM cannot tell blocks apart, and hears of requests."""
-        return len(self._groups) == 1
+        """Whether failed loads are told by block; otherwise vLLM hears of requests."""
+        return fails_by_block(self._groups)
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Do the loads that this step waits for, begin the others."""
@@ -166,7 +166,7 @@ class WorkerSide:
         return self._result(load, load.begin)
 
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
-        """A load's result; vLLM cannot tell the blocks of several groups apart, and then takes the whole request for failed."""
+        """A load's result; without blocks where vLLM is to take the whole request for failed."""
         if first_bad is None:
             return LoadResult(load.request_id, frozenset(), is_good=True)
         bad: set[int] = set()
