@@ -14,7 +14,21 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tests.bench import allocation, codec_device, codec_part, disk, engines, eviction, identity, limits, lm_tier, paged, redis_tier, report
+from tests.bench import (
+    allocation,
+    codec_device,
+    codec_part,
+    disk,
+    engines,
+    eviction,
+    identity,
+    limits,
+    lm_tier,
+    paged,
+    questions,
+    redis_tier,
+    report,
+)
 from tests.bench.measure import ROUNDS, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
@@ -31,7 +45,7 @@ class Bench:
     def __init__(self, progress: Progress, directory: Path) -> None:
         self._progress = progress
         self._task = progress.add_task("")
-        self._directory = directory
+        self.directory = directory
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """One part."""
@@ -46,7 +60,7 @@ class Bench:
             with engines.embedded(verify_hot) as engine:
                 name = f"hot tier, embedded, verify_hot {verify_hot}"
                 figures += self.run(name, lambda: engines.measure(engine, name, copy, notes))  # noqa: B023 (run at once)
-            with engines.behind_sidecar(self._directory, verify_hot) as engine:
+            with engines.behind_sidecar(self.directory, verify_hot) as engine:
                 name = f"hot tier, sidecar, verify_hot {verify_hot}"
                 figures += self.run(name, lambda: engines.measure(engine, name, copy, (DIGESTED_STORE, notes[1])))  # noqa: B023
         gathers = self.run("paged gather and scatter", paged.kernel_figures)
@@ -59,9 +73,9 @@ class Bench:
         """Disk, lm:// and Redis."""
         socket = self.run("raw socket", limits.socket_limit)
         return [
-            *self.run("disk", lambda: disk.disk_figures(self._directory)),
+            *self.run("disk", lambda: disk.disk_figures(self.directory)),
             socket,
-            *self.run("lm:// over loopback", lambda: lm_tier.lm_figures(self._directory, socket)),
+            *self.run("lm:// over loopback", lambda: lm_tier.lm_figures(self.directory, socket)),
             *self.run("Redis over loopback", redis_tier.redis_figures),
         ]
 
@@ -73,6 +87,7 @@ def sections(bench: Bench) -> Sequence[report.Section]:
         report.rates(f"Host memory: {prompt}", bench.host_memory()),
         report.rates(f"Slower tiers: {prompt}", bench.slower_tiers()),
         report.naming(bench.run("hashes, keys, lookups", identity.identity_rows)),
+        report.answers(bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))),
         report.allocations(bench.run("allocations", allocation.allocation_rows)),
     ]
     gpu = [*bench.run("GPU", paged.gpu_figures), *bench.run("GPU, codec", codec_device.gpu_figures)]

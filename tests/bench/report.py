@@ -12,6 +12,7 @@ from rich.table import Table
 from tests.bench.allocation import NUM_LIVE, PairCost
 from tests.bench.identity import NamingCost
 from tests.bench.measure import Figure
+from tests.bench.questions import AnswerTime
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ def naming(costs: Sequence[NamingCost]) -> Section:
         goal = "" if cost.goal is None else f"{cost.goal:g}"
         rows.append((cost.name, f"{cost.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", times, goal, cost.note))
     return Section("Naming tokens", ("what", "ms", "fastest … slowest", "times its limit", "goal", "held against"), rows)
+
+
+def answers(times: Sequence[AnswerTime]) -> Section:
+    """Lookup and stage."""
+    rows = []
+    for time in times:
+        low, high = time.spread_ms
+        goal = "" if time.goal_ms is None else f"{time.goal_ms:g}"
+        rows.append((time.name, f"{time.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", goal, time.note))
+    return Section("Questions of a scheduler", ("what", "ms", "fastest … nine in ten", "goal", "what it is made of"), rows)
 
 
 def allocations(costs: Sequence[PairCost]) -> Section:
