@@ -120,13 +120,27 @@ def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
     with contextlib.ExitStack() as stack:
         first = connected(sidecar)
         stack.callback(first.close)
-        for fields in ({}, {"client": "other", "layout": "b"}, {"model": "n", "layout": "b"}, {"world_size": 2, "layout": "b"}, {"layout": ""}):
+        for fields in (
+            {},
+            {"client": "other", "layout": "b"},
+            {"model": "n", "layout": "b"},
+            {"world_size": 2, "layout": "b"},
+            {"layout": ""},
+        ):
             stack.callback(connected(sidecar, **fields).close)
         with pytest.raises(ProtocolError, match=r"layout: client 'test', model 'm': layout 'b', but the client with pid 1"):
             connected(sidecar, rank=1, layout="b")
         assert first.call(m.Stats(), m.StatsOk), "the others are not disturbed"
     until(lambda: not sidecar.server.sessions, "the clients do not go")
     connected(sidecar, layout="b").close()
+
+
+def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -> None:
+    with running_socket(tmp_path, verify_hot="auto") as sidecar:
+        for capabilities, expected in (((), "always"), (m.CAPABILITIES, "always"), ((m.ON_DEVICE,), "sampled")):
+            connection = connected(sidecar, capabilities=capabilities)
+            assert (connection.welcome.verify_hot, connection.verifier.mode) == (expected, expected)
+            connection.close()
 
 
 def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:

@@ -82,7 +82,8 @@ class SidecarSettings(TierSettings):
         tenant: Namespace of this pod's chunks.
         zone: Failure domain of this pod, so that peers close by serve it.
         node: Machine of this pod.
-        verify_hot: What engines verify when they load from shared memory.
+        verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or none; `auto`: 1 in 16 where their KV is
+            on a GPU, else every chunk.
         tier_timeout_s: Longest wait on lower tiers for one request, seconds.
         drain_timeout_s: How long it may take at the end to finish pending writes and to hand on what only this sidecar holds, seconds.
         accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens, or if it
@@ -116,7 +117,7 @@ class SidecarSettings(TierSettings):
     tenant: str = "default"
     zone: str = Field(default="", max_length=253)
     node: str = Field(default="", max_length=253)
-    verify_hot: Literal["always", "sampled", "never"] = "always"
+    verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
     tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
     accept_handover: bool = Field(default_factory=_accepts_handover)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.chunk_store import ChunkStore
@@ -56,11 +58,11 @@ def create_chunk_store(
 
 
 def _hello(metadata: LMCacheEngineMetadata, client: str) -> Hello:
-    from lmcache_core.sidecar.messages import CAPABILITIES, VERSION, Hello
+    from lmcache_core.sidecar.messages import CAPABILITIES, ON_DEVICE, VERSION, Hello
 
     return Hello(
         *(VERSION, VERSION, client, os.getpid(), metadata.worker_id, metadata.model_name, metadata.layout_fingerprint()),
-        *(CAPABILITIES, metadata.world_size),
+        *((*CAPABILITIES, *([ON_DEVICE] if torch.cuda.is_available() else [])), metadata.world_size),
     )
 
 

@@ -37,6 +37,8 @@ REJECT = "reject"
 DESCRIBE = "describe"
 CAPABILITIES = (STAGE, REJECT, DESCRIBE)
 """What is beyond the first messages of version 1: each is said only to a side that has named it."""
+ON_DEVICE = "on_device"
+"""The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
 
 _Capabilities = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 

@@ -20,6 +20,7 @@ from lmcache_sidecar.socket.names import check_chains
 from lmcache_sidecar.socket.pins import Pins, fit_for_one_answer
 from lmcache_sidecar.socket.reservations import Reservations
 
+VERIFY_AUTO = "auto"
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTIONS = 64
@@ -137,8 +138,11 @@ class Session:
         self.hello = hello
         context = self._context
         arena = context.arena
+        verify_hot = context.verify_hot
+        if verify_hot == VERIFY_AUTO:  # where a GPU computes, a digest of every load would take longer than the rest of it
+            verify_hot = "sampled" if m.ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
-            *(m.VERSION, context.server, str(arena.path), arena.size, arena.generation, context.verify_hot, context.salt), m.CAPABILITIES
+            *(m.VERSION, context.server, str(arena.path), arena.size, arena.generation, verify_hot, context.salt), m.CAPABILITIES
         )
 
     async def _lookup(self, request: m.Lookup) -> m.LookupOk:
