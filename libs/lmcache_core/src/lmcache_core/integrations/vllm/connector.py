@@ -23,7 +23,7 @@ from lmcache_core.integrations.vllm.events import StoredEvents
 from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
-from lmcache_core.integrations.vllm.plan import StepPlan, WorkerReport
+from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.sources import HIT_SOURCE, hit_sources
 from lmcache_core.integrations.vllm.stats import LMCachePromMetrics, LMCacheStats, StatsTaker
@@ -160,7 +160,15 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """See the interface."""
-        return StepPlan() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
+        if self._scheduler is None:
+            return StepPlan()
+        loads = self._scheduler.plan_loads()  # not guarded: what vLLM was promised must be loaded, or be told to have failed
+        stores: tuple[Store, ...] | None = None
+        with self._guard("plan_stores"):
+            stores = self._scheduler.plan_stores(scheduler_output, loads)
+        if stores is None:
+            self._scheduler.lose_track()
+        return StepPlan(loads, stores or ())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See the interface."""

@@ -70,7 +70,7 @@ def identity_of(
         FMT,
         str(spec.dtype),
         shape,
-        revision=options.revision or model_fingerprint(model.model, model.revision, model.hf_config),
+        revision=_revision_text(vllm_config, options),
         layout=_layout_text(vllm_config, groups, options, release),
     )
     return KVIdentity(metadata, num_ranks, replicas)
@@ -144,21 +144,29 @@ def _short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1] if model.startswith(("/", ".", "~")) else model
 
 
+def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
+    """What else decides about the KV of these tokens: weights, and all that is done with them."""
+    model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
+    is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
+    facts = {
+        "weights": options.revision or model_fingerprint(model.model, model.revision, model.hf_config),
+        "options": options_fingerprint(model.hf_config),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "dummy": model.seed if is_dummy else "",
+        "draft": "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}",
+    }
+    return ";".join(f"{name}={value}" for name, value in facts.items())
+
+
 def _layout_text(vllm_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    load = getattr(vllm_config, "load_config", None)
-    dummy = f"dummy-{model.seed}" if getattr(load, "load_format", "") == "dummy" else ""
-    draft = getattr(vllm_config, "speculative_config", None)
+    """What a chunk's bytes mean."""
+    parallel = vllm_config.parallel_config
     facts = {
         "groups": "|".join(group.describe() for group in groups),
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "kv": vllm_config.cache_config.cache_dtype,
-        "model": model.dtype,
-        "quantization": model.quantization,
-        "dummy": dummy,
-        "draft": "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}",
-        "options": options_fingerprint(model.hf_config),
         "blocks": _block_text(release) if options.layout == BLOCKS else "",
     }
     text = ";".join(f"{name}={value}" for name, value in facts.items())

@@ -64,17 +64,20 @@ class WorkerReport:
     """What workers did in one step.
 
     Attributes:
+        loaded: Requests of which a synchronous load is over.
         failed: Requests of which a load failed.
         stored: How many workers have each chunk (group, hash) stored now.
         is_out: A worker cannot use its KV memory: nothing is to be loaded.
     """
 
+    loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stored: dict[tuple[int, bytes], int] = field(default_factory=dict)
     is_out: bool = False
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """This report and that of another worker as one."""
+        self.loaded |= other.loaded
         self.failed |= other.failed
         self.is_out |= other.is_out
         for chunk, count in other.stored.items():

@@ -65,8 +65,8 @@ class RequestState:
             table.extend(block_ids[group.index])
 
     def drop_blocks(self, groups: Sequence[CacheGroup], num_computed: int) -> None:
-        """Forget blocks that vLLM takes away because no window reaches them any more."""
-        for table, group in zip(self.tables, groups, strict=True):
+        """Forget blocks that vLLM takes away because no window reaches them any more. Without tables there are none to forget."""
+        for table, group in zip(self.tables, groups, strict=False):
             for place in range(min(group.num_dropped_tokens(num_computed) // group.block_size, len(table))):
                 table[place] = NULL_BLOCK
 

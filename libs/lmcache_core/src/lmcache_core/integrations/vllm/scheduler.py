@@ -14,7 +14,7 @@ from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.names import ChunkNames, spans_of
 from lmcache_core.integrations.vllm.offers import Offer, Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ class SchedulerSide:
         self._roots = roots
         self._states: dict[str, RequestState] = {}
         self._loads: dict[str, RequestState] = {}
-        self._sync_loaded: list[str] = []
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self._step_began: tuple[int, float] | None = None
         self._is_out = False
@@ -112,22 +111,30 @@ class SchedulerSide:
                 counts[origin] = counts.get(origin, 0) + tokens
         return counts
 
-    def plan_step(self, output: Any) -> StepPlan:
-        """What the workers are to do in this step.
+    def plan_loads(self) -> tuple[Load, ...]:
+        """What the workers are to load in this step, or begin to."""
+        loads = tuple(self._planned_load(state) for state in self._loads.values())
+        self._loads.clear()
+        return loads
+
+    def plan_stores(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
+        """What the workers are to store after this step.
 
         Args:
             output: vLLM's `SchedulerOutput`.
+            loads: The step's loads.
         """
-        loads = tuple(self._planned_load(state) for state in self._loads.values())
-        self._loads.clear()
-        has_sync = any(not load.is_async for load in loads)
-        self._sync_loaded += [load.request_id for load in loads if not load.is_async]
-        # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
-        scheduled = list(self._scheduled(output))
-        stores = () if has_sync and self._num_workers > 1 else tuple(self._stores(scheduled))
         num_tokens = output.total_num_scheduled_tokens
         self._step_began = (num_tokens, time.monotonic()) if num_tokens >= MIN_PREFILL_TOKENS and not loads else None
-        return StepPlan(loads, stores)
+        scheduled = list(self._scheduled(output))
+        # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
+        is_at_risk = self._num_workers > 1 and any(not load.is_async for load in loads)
+        return () if is_at_risk else tuple(self._stores(scheduled))
+
+    def lose_track(self) -> None:
+        """Planning stores has failed half-way: what is known of block tables may be wrong, and nothing more is stored from them."""
+        for state in self._states.values():
+            state.tables = []
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """What the workers said after a step.
@@ -140,8 +147,7 @@ class SchedulerSide:
             num_tokens, began = self._step_began
             self._prefill.note(num_tokens, time.monotonic() - began)
             self._step_began = None
-        over = list(self._sync_loaded)
-        self._sync_loaded.clear()
+        over = list(report.loaded) if report is not None else []
         for request_id in received:
             over.append(request_id)
             state = self._states.get(request_id)
@@ -253,7 +259,7 @@ class SchedulerSide:
                 continue
             if request_id in cached.resumed_req_ids:
                 state.set_blocks(self._groups, block_ids)
-            elif block_ids is not None:
+            elif block_ids is not None and state.tables:
                 state.add_blocks(self._groups, block_ids)
             state.drop_blocks(self._groups, num_computed)
             yield state, num_computed + output.num_scheduled_tokens[request_id]

@@ -138,6 +138,7 @@ class WorkerSide:
         """vLLM's blocks that do not hold what they were to be loaded with; ends the step's synchronous loads."""
         for result in self._sync_results:
             self._note(result)
+            self._report.loaded.add(result.request_id)
         self._sync_results.clear()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
@@ -146,7 +147,7 @@ class WorkerSide:
         """What the scheduler's side is to hear of this step; None when that is nothing."""
         report, self._report = self._report, WorkerReport()
         report.is_out = not self._lanes
-        return report if report.failed or report.stored or report.is_out else None
+        return report if report.loaded or report.failed or report.stored or report.is_out else None
 
     def _note(self, result: LoadResult) -> None:
         self._bad_blocks |= result.bad_blocks
