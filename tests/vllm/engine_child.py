@@ -39,11 +39,10 @@ class Child:
             self._engines.popitem()[1].close()
 
 
-def main() -> None:
-    """Serve until the input ends."""
+def serve(child: Child) -> None:
+    """Obey until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to the log
-    child = Child()
     for line in sys.stdin:
         command = json.loads(line)
         method: Callable[..., Any] = getattr(child, command.pop("do"))
@@ -54,4 +53,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     set_environment()
-    main()
+    serve(Child())

@@ -127,20 +127,21 @@ class EngineProcess:
         name: For its log.
         directory: For its log.
         environ: Environment beside this process's.
+        command: What to run instead of `tests.vllm.engine_child`: something that obeys in the same way, and perhaps more.
     """
 
-    def __init__(self, name: str, directory: Path, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, directory: Path, environ: Mapping[str, str] | None = None, command: Sequence[str] = ()) -> None:
         self._log = directory / f"{name}.log"
-        self._process = spawn([sys.executable, "-m", "tests.vllm.engine_child"], self._log, vllm_environment(environ), talks=True)
-        self._unread = 0
+        command = command or (sys.executable, "-m", "tests.vllm.engine_child")
+        self._process = spawn(command, self._log, vllm_environment(environ), talks=True)
 
     def open(self, options: Mapping[str, Any], name: str = "engine", timeout_s: float = 150.0) -> None:
         """Make an engine, and wait for it."""
-        self._call(timeout_s, do="open", name=name, options=dict(options))
+        self.call(timeout_s, do="open", name=name, options=dict(options))
 
     def generate(self, asks: Sequence[Ask], name: str = "engine", timeout_s: float = 60.0) -> list[Answer]:
         """See `Engine.generate`."""
-        answers = self._call(timeout_s, do="generate", name=name, asks=[asdict(ask) for ask in asks])
+        answers = self.call(timeout_s, do="generate", name=name, asks=[asdict(ask) for ask in asks])
         return [from_plain(answer) for answer in answers]
 
     def ask(self, ask: Ask, name: str = "engine") -> Answer:
@@ -150,11 +151,11 @@ class EngineProcess:
 
     def reset(self, name: str = "engine") -> None:
         """See `Engine.reset`."""
-        self._call(30.0, do="reset", name=name)
+        self.call(30.0, do="reset", name=name)
 
     def metrics(self, name: str = "engine") -> dict[str, float]:
         """See `Engine.metrics`."""
-        figures: dict[str, float] = self._call(30.0, do="metrics", name=name)
+        figures: dict[str, float] = self.call(30.0, do="metrics", name=name)
         return figures
 
     @property
@@ -179,7 +180,8 @@ class EngineProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _call(self, timeout_s: float, **command: Any) -> Any:
+    def call(self, timeout_s: float, **command: Any) -> Any:
+        """Have the child do something, and wait for its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -222,9 +224,9 @@ class Owner:
         service.start()
         return service
 
-    def engine(self, name: str, environ: Mapping[str, str] | None = None) -> EngineProcess:
+    def engine(self, name: str, environ: Mapping[str, str] | None = None, command: Sequence[str] = ()) -> EngineProcess:
         """A process for an engine, which is still to be opened."""
-        engine = EngineProcess(name, self.directory, environ)
+        engine = EngineProcess(name, self.directory, environ, command)
         self._engines.append(engine)
         return engine
 
