@@ -9,7 +9,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from lmcache_core.integrations.vllm.events import StoredEvents
 from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
-from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import Load, StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.sources import HIT_SOURCE, hit_sources
 from lmcache_core.integrations.vllm.stats import LMCachePromMetrics, LMCacheStats, StatsTaker
@@ -163,9 +163,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if self._scheduler is None:
             return StepPlan()
         loads = self._scheduler.plan_loads()  # not guarded: what vLLM was promised must be loaded, or be told to have failed
-        stores: tuple[Store, ...] | None = None
-        with self._guard("plan_stores"):
-            stores = self._scheduler.plan_stores(scheduler_output, loads)
+        stores = self._planned_stores(self._scheduler, scheduler_output, loads)
         if stores is None:
             self._scheduler.lose_track()
         return StepPlan(loads, stores or ())
@@ -242,6 +240,13 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """See the interface."""
         return None if self._worker is None else self._worker.take_report()
+
+    def _planned_stores(self, scheduler: SchedulerSide, output: Any, loads: Sequence[Load]) -> tuple[Store, ...] | None:
+        """The step's stores; None when planning them has failed."""
+        planned = None
+        with self._guard("plan_stores"):
+            planned = scheduler.plan_stores(output, loads)
+        return planned  # noqa: RET504 (the guard may have ended the block)
 
     @property
     def _plan(self) -> StepPlan:
