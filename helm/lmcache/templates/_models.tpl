@@ -74,8 +74,8 @@ name: {{ include "lmcache.modelName" . }}
 - name: arena
   emptyDir:
     medium: Memory
-    # One arena, and room for small files. A sidecar that starts again gets its own once vLLM has let go of the old one: with room
-    # for two the pod could reach its memory limit, and the kernel might end vLLM instead.
+    # One arena, and room for its journal. A sidecar that starts again uses the same one; where it has to make a new one, it waits until
+    # vLLM has let go of the old: with room for two the pod could reach its memory limit, and the kernel might end vLLM instead.
     sizeLimit: {{ addf (mulf $config.arena_gb 1024) 64 | ceil | int64 }}Mi
 - name: socket
   emptyDir:
