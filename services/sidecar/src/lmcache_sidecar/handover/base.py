@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
+
+
+class NotWelcomeError(UnavailableError):
+    """Who was asked takes nothing from us, and will not do so later."""
 
 
 class Taker(Protocol):

@@ -11,7 +11,7 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.telemetry import Counters
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.handover.base import Taker, TakerSource
+from lmcache_sidecar.handover.base import NotWelcomeError, Taker, TakerSource
 from lmcache_sidecar.handover.chunks import LocalChunks
 from lmcache_sidecar.handover.progress import DrainProgress
 from lmcache_sidecar.handover.waiting import Batch, Waiting
@@ -93,13 +93,14 @@ class Handover:
                 return await source.takers()
             except UnavailableError as exc:
                 logger.warning("who takes this sidecar's chunks cannot be said: %s", exc)
-                await asyncio.sleep(FIRST_PAUSE_S * 2**i)
+                if i < MAX_TRIES - 1:
+                    await asyncio.sleep(FIRST_PAUSE_S * 2**i)
         return ()
 
     async def _serve(self, taker: Taker, waiting: Waiting, progress: DrainProgress) -> bool:
         """Give one taker batch after batch; False when it takes no more."""
         num_in_vain = 0
-        while num_in_vain < MAX_TRIES:
+        while True:
             is_away = False
             with waiting.batch(taker.name) as batch:
                 if not batch.keys:
@@ -108,11 +109,14 @@ class Handover:
                     await self._hand_batch(taker, batch, progress)
                 except UnavailableError as exc:
                     is_away = True
-                    logger.warning("%s does not take chunks just now: %s", taker.name, exc)
+                    logger.warning("%s does not take chunks: %s", taker.name, exc)
+                    if isinstance(exc, NotWelcomeError):
+                        return False
             num_in_vain = 0 if batch.num_settled else num_in_vain + 1
+            if num_in_vain >= MAX_TRIES:
+                return False
             if is_away:
-                await asyncio.sleep(FIRST_PAUSE_S * 2**num_in_vain)
-        return False
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** max(0, num_in_vain - 1))
 
     async def _hand_batch(self, taker: Taker, batch: Batch, progress: DrainProgress) -> None:
         keys = batch.keys

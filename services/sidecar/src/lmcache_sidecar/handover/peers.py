@@ -14,6 +14,7 @@ from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire import ClientOptions, LmClient
 
+from lmcache_sidecar.handover.base import NotWelcomeError
 from lmcache_sidecar.handover.waiting import MAX_BATCH_CHUNKS
 from lmcache_sidecar.holders import Holders
 
@@ -102,8 +103,7 @@ class _Peer:
 
 
 async def _mapped(work: Awaitable[T]) -> T:
-    """A peer that refuses us is one that cannot be reached."""
     try:
         return await work
     except (AuthenticationError, ProtocolError) as exc:
-        raise UnavailableError(str(exc)) from exc
+        raise NotWelcomeError(str(exc)) from exc
