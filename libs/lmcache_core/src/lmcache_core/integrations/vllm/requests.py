@@ -21,6 +21,7 @@ class RequestState:
         names: Names of its chunks; None while they cannot be told.
         names_version: Under which version of the roots.
         tables: Its blocks in each group, as the scheduler has told them.
+        dropped: For each group, how many blocks from the first have been taken away again.
         stored: For each group, how many chunks from the first need no storing (any more).
         num_local: Tokens that vLLM has itself, as it last said.
         offer: What can be loaded, once that is known.
@@ -36,6 +37,7 @@ class RequestState:
     names: ChunkNames | None = None
     names_version: object = None
     tables: list[list[int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     num_local: int = 0
     offer: Offer | None = None
@@ -58,6 +60,7 @@ class RequestState:
     def set_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
         """The whole block tables, by vLLM's numbers of the groups."""
         self.tables = [list(block_ids[group.index]) for group in groups]
+        self.dropped = [0] * len(groups)
 
     def add_blocks(self, groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]]) -> None:
         """Blocks that have been added at the ends of the tables."""
@@ -67,8 +70,11 @@ class RequestState:
     def drop_blocks(self, groups: Sequence[CacheGroup], num_computed: int) -> None:
         """Forget blocks that vLLM takes away because no window reaches them any more. Without tables there are none to forget."""
         for table, group in zip(self.tables, groups, strict=False):
-            for place in range(min(group.num_dropped_tokens(num_computed) // group.block_size, len(table))):
-                table[place] = NULL_BLOCK
+            end = min(group.num_dropped_tokens(num_computed) // group.block_size, len(table))
+            begin = self.dropped[group.number]
+            if begin < end:
+                table[begin:end] = [NULL_BLOCK] * (end - begin)
+                self.dropped[group.number] = end
 
     def complete_runs(self, groups: Sequence[CacheGroup], chunk_size: int, num_tokens: int) -> list[ChunkRun]:
         """Chunks that are whole once so many tokens are computed, and are not stored yet; from now on they count as stored."""
