@@ -12,10 +12,12 @@ import msgspec
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Extension, encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_sidecar.arena import UnrecordedExtents
 
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.sidecar import TIMEOUT_S, RunningSocket, engine_at, running_socket
@@ -169,3 +171,26 @@ def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
             assert engine.lookup(tokens) == CHUNK_SIZE
             assert time.monotonic() - begin < 0.6
         assert len(running.server.sessions) == 1
+
+
+class FullJournal(UnrecordedExtents):
+    """Cannot write down what is lent; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def reserved(self, memories: Sequence[MemoryObj]) -> bool:
+        self.asked.append(len(memories))
+        return False
+
+
+def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> None:
+    extents = FullJournal()
+    with running_socket(tmp_path, extents=extents) as running:
+        raw = greeted(running)
+        assert say(raw, m.Reserve((1000, 2 << 20, 1000))) == m.ReserveOk((None, None, None))
+        assert extents.asked == [2]
+        assert running.allocator.used_bytes == 0
+        (session,) = running.server.sessions
+        assert session.describe()["num_reservations"] == session.describe()["reserved_bytes"] == 0
+        raw.close()
