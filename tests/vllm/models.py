@@ -85,6 +85,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "rope_theta": 10000.0,
+        # As the real ones have it. vLLM's plain rotation reads the wrong memory on a CPU for this kind of KV (0.32.0), so that the
+        # answer to a prompt depends on what else is computed with it.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": MAX_TOKENS // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "attention_bias": False,
     },
 }

@@ -251,7 +251,11 @@ def vllm_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def spawn(command: Sequence[str], log: Path, environ: Mapping[str, str], talks: bool = False) -> subprocess.Popen[bytes]:
-    """Start a child that dies with this process; with `talks` its input and output are pipes."""
+    """Start a child that dies with this process; with `talks` its input and output are pipes.
+
+    A process group of its own, to be ended with all that it starts; but no session of its own: Linux shares the processors among
+    sessions first, and engines of several processes, which wait by spinning, then starve a sidecar for half a second at a time.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),
@@ -260,7 +264,7 @@ def spawn(command: Sequence[str], log: Path, environ: Mapping[str, str], talks: 
             stderr=output,
             env=dict(environ),
             cwd=ROOT,
-            start_new_session=True,
+            process_group=0,
             preexec_fn=_die_with_parent,
         )
 

@@ -59,9 +59,26 @@ def num_chunks(service: Service, tier: str = "Hot") -> int:
     return int(service.get(path)["tiers"][tier]["num_chunks"])
 
 
-def await_chunks(service: Service, number: int, tier: str = "Hot") -> None:
-    """Wait until a tier holds that many chunks: stores end after the answer."""
-    eventually(lambda: num_chunks(service, tier) >= number, f"{number} chunks in {tier}, not {num_chunks(service, tier)}")
+class Growth:
+    """What comes into a tier from now on. An engine that attaches stores a pattern first, so begin behind that.
+
+    Args:
+        service: A sidecar or a storage.
+        tier: One of its tiers.
+    """
+
+    def __init__(self, service: Service, tier: str = "Hot") -> None:
+        self._service = service
+        self._tier = tier
+        self._before = num_chunks(service, tier)
+
+    @property
+    def num_chunks(self) -> int:
+        return num_chunks(self._service, self._tier) - self._before
+
+    def reaches(self, number: int) -> None:
+        """Wait until that many chunks have come: stores may end after the answer."""
+        eventually(lambda: self.num_chunks >= number, f"{number} more chunks in {self._tier} of {self._service.name}")
 
 
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = SETTLE_TIMEOUT_S) -> None:

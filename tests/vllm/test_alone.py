@@ -15,7 +15,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, engine_options, running_engine, 
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import vllm_environment
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import await_chunks, eventually, num_chunks
+from tests.vllm.sidecars import Growth, eventually, num_chunks
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
 
 
@@ -156,7 +156,8 @@ def test_beside_another_connector(world: World, load: str) -> None:
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
         engine.reset()
+        stored = Growth(sidecar)
         both = engine.generate([other, ask])
         assert both[1].num_cached == 3 * CHUNK_SIZE
-        await_chunks(sidecar, 5)
+        stored.reaches(2)
     world.references.check([hit, *both], [ask, other, ask], LLAMA)

@@ -10,7 +10,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import distance, prompt
-from tests.vllm.sidecars import await_chunks, delete, eventually, fetch, put, storage
+from tests.vllm.sidecars import Growth, delete, eventually, fetch, num_chunks, put, storage
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
 
 PAGE = 4096
@@ -54,13 +54,13 @@ def test_records_damaged_on_the_disk(world: World) -> None:
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()
         records = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 100_000]
-        assert len(records) == 3
+        assert len(records) >= 3
         for path in records:
             with path.open("r+b") as file:
                 file.seek(60_000)
                 file.write(b"\x55" * 64)
         sidecar.start(arena_path=world.owner.directory / "another-arena")
-        await_chunks(sidecar, 3, "LocalDiskBackend")
+        eventually(lambda: num_chunks(sidecar, "LocalDiskBackend") >= 3, "the disk has been read")
         answers = [engine.ask(ask)]
         for _ in range(3):
             engine.reset()
@@ -93,10 +93,11 @@ def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, ze
     ask = Ask(prompt(202, 1000))
     first = world.sidecar("first", **remote)
     with running_engine(world.options(at="first")) as engine:
+        stored = Growth(keeper)
         fill(engine, first, ask)
-    await_chunks(keeper, 3)
+        stored.reaches(3)
     if zeroed:
-        assert zero(keeper) == 3
+        assert zero(keeper) >= 3
     world.sidecar("second", **remote)
     with running_engine(world.options(at="second", lmcache_load=load)) as engine:
         answer = engine.ask(ask)

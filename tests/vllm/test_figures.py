@@ -12,7 +12,7 @@ import zmq
 
 from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, Engine, running_engine
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import await_chunks, eventually, storage
+from tests.vllm.sidecars import Growth, eventually, storage
 from tests.vllm.worlds import EITHER_LOAD, World, fill
 
 
@@ -41,6 +41,7 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
+@pytest.mark.since("0.32")
 def test_where_hits_came_from(world: World) -> None:
     """vLLM tells apart what came from memory, from a disk and from others. Releases before 0.32 have one word for all."""
     keeper = storage(world.owner)
@@ -49,20 +50,14 @@ def test_where_hits_came_from(world: World) -> None:
     first = world.sidecar("first", **disk, **remote)
     ask, other = Ask(prompt(222, 1000)), Ask(prompt(223, 600))
     with running_engine(world.options(at="first")) as engine:
+        stored = Growth(keeper)
         fill(engine, first, ask)
         fill(engine, first, other)
-        await_chunks(keeper, 5)
-        if not tells_sources(engine):
-            pytest.fail("this release of vLLM does not tell sources; run this test on 0.32 or later")
+        stored.reaches(5)
         assert source(engine, ask) == "host"
         eventually(lambda: first.get("/v1/status")["settled"], "written to the disk")
         first.post("/v1/evict", {"num_bytes": 1 << 30})
         assert source(engine, ask) == "disk"
-
-
-def tells_sources(engine: Engine) -> bool:
-    """Whether this release of vLLM has the metric."""
-    return any(name.startswith("vllm:prompt_tokens_cached_by_source{") for name in engine.metrics())
 
 
 def source(engine: Engine, ask: Ask) -> str:

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, LORA, OTHER_LORA
 from tests.vllm.references import distance, prompt
-from tests.vllm.sidecars import await_chunks, storage
+from tests.vllm.sidecars import Growth, storage
 from tests.vllm.worlds import World, fill, whole_chunks
 
 
@@ -32,7 +32,6 @@ def test_salts_share_with_nobody(world: World) -> None:
     with running_engine(world.options()) as engine:
         for ask in (plain, ours, theirs):
             fill(engine, sidecar, ask)
-        await_chunks(sidecar, 3 * whole_chunks(1000))
         hits = [engine.ask(ask) for ask in (theirs, plain, ours)]
         assert [hit.num_cached for hit in hits] == [3 * CHUNK_SIZE] * 3
     world.references.check(hits, [plain] * 3, LLAMA)
@@ -51,8 +50,9 @@ def test_a_sidecars_salt_divides_its_tenants(world: World) -> None:
     ask = Ask(prompt(32, 800))
     for name, num_cached in (("red", 0), ("blue", 0), ("red-again", 3 * CHUNK_SIZE)):
         with running_engine(world.options(at=name)) as engine:
+            stored = Growth(keeper)
             answer = engine.ask(ask)
             assert answer.num_cached == num_cached, name
+            if not num_cached:
+                stored.reaches(whole_chunks(800))
         world.references.check([answer], [ask], LLAMA)
-        if not num_cached:
-            await_chunks(keeper, whole_chunks(800) * (1 if name == "red" else 2))

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, MLA, SLIDING
 from tests.vllm.references import assert_same, prompt
-from tests.vllm.sidecars import await_calm, await_chunks
+from tests.vllm.sidecars import Growth, await_calm
 from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
 
 MLA_BLOCK_SIZE = 16
@@ -17,7 +17,7 @@ TP_TOLERANCE = 1e-4
 
 
 @EITHER_LOAD
-@pytest.mark.smoke
+@pytest.mark.since("0.32")
 def test_latent_kv(world: World, load: str) -> None:
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(10, 700)), Ask(prompt(10, 600) + prompt(11, 200))
@@ -59,9 +59,10 @@ def test_two_workers(world: World) -> None:
     ask, branch = Ask(prompt(14, 1000)), Ask(prompt(14, 700) + prompt(15, 100))
     both = world.owner.engine("tp2", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"})
     both.open(world.options(tensor_parallel_size=2))
+    stored = Growth(sidecar)
     cold = both.ask(ask)
     assert cold.num_cached == 0
-    await_chunks(sidecar, 2 * whole_chunks(1000))
+    stored.reaches(2 * whole_chunks(1000))
     assert {client["rank"] for client in sidecar.get("/v1/clients")["clients"]} >= {0, 1}
     both.reset()
     hit = both.ask(ask)

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import await_chunks
+from tests.vllm.sidecars import Growth
 from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
 
 
@@ -18,22 +18,23 @@ def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None
     sidecar = world.sidecar()
     first, branch, other = Ask(prompt(1, 1000)), Ask(prompt(1, 640) + prompt(2, 300)), Ask(prompt(3, 900))
     with running_engine(world.options(dtype=dtype, lmcache_load=load)) as engine:
+        stored = Growth(sidecar)
         cold = engine.ask(first)
         assert cold.num_cached == 0
         again = engine.ask(first)
         assert again.num_cached == 896, "vLLM's own prefix cache"
-        await_chunks(sidecar, whole_chunks(1000))
+        stored.reaches(whole_chunks(1000))
         engine.reset()
         hit = engine.ask(first)
         assert hit.num_cached == 3 * CHUNK_SIZE
         engine.reset()
         branched = engine.ask(branch)
         assert branched.num_cached == 2 * CHUNK_SIZE, "of the 640 tokens that both have"
-        await_chunks(sidecar, whole_chunks(1000) + 1)
+        stored.reaches(whole_chunks(1000) + 1)
         engine.reset()
         strange = engine.ask(other)
         assert strange.num_cached == 0
-        await_chunks(sidecar, whole_chunks(1000, 900) + 1)
+        stored.reaches(whole_chunks(1000, 900) + 1)
         engine.reset()
         both = engine.generate([branch, other])
         assert [answer.num_cached for answer in both] == [3 * CHUNK_SIZE, 3 * CHUNK_SIZE]
@@ -79,8 +80,9 @@ def test_what_a_first_process_computed_a_second_one_finds(world: World) -> None:
         second.open(world.options())
         found = second.ask(ask)
         assert found.num_cached == 3 * CHUNK_SIZE
+        stored = Growth(sidecar)
         assert second.ask(answered).num_cached == 0
-        await_chunks(sidecar, whole_chunks(1000, 1000))
+        stored.reaches(whole_chunks(1000))
         back = engine.ask(answered)
         assert back.num_cached == 3 * CHUNK_SIZE, "and what the second one computed the first one finds"
     world.references.check([found, back], [ask, answered], LLAMA)

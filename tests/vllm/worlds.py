@@ -12,7 +12,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, engine_options, transfer
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import Owner, Service
 from tests.vllm.references import References
-from tests.vllm.sidecars import await_chunks, num_chunks, sidecar, socket_of
+from tests.vllm.sidecars import Growth, sidecar, socket_of
 
 BOUND_S = 12.0
 """No request of a test may last longer, whatever happens to the cache. Most take a tenth of a second; two waits on a sidecar that hangs
@@ -68,7 +68,7 @@ def fill(engine: Engine, service: Service, ask: Ask) -> None:
         service: The sidecar that gets it.
         ask: The prompt.
     """
-    before = num_chunks(service)
+    stored = Growth(service)
     assert engine.ask(ask).num_cached == 0
-    await_chunks(service, before + whole_chunks(len(ask.tokens)))
+    stored.reaches(whole_chunks(len(ask.tokens)))
     engine.reset()
