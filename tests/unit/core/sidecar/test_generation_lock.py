@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_core.errors import UnavailableError
@@ -79,7 +80,7 @@ def test_an_engine_holds_it_in_the_middle_of_a_store(tmp_path: Path) -> None:
         connector = engine._transfer._gpu_connector
         copy = connector.from_gpu
 
-        def look(*args: object, **kwargs: object) -> None:
+        def look(*args: Any, **kwargs: Any) -> None:
             copy(*args, **kwargs)
             if not seen:
                 running.loop.run(running.server.close(), 10.0)
