@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lmcache_ctl.cli import main
 
-GROUPS = ["codec"]
-COMMANDS = [["codec", "stats"], ["codec", "inspect"], ["codec", "measure"]]
+GROUPS = ["codec", "sidecar"]
+COMMANDS = [["codec", "stats"], ["codec", "inspect"], ["codec", "measure"], ["sidecar", "status"], ["sidecar", "explain"]]
 
 
 def run(*arguments: str) -> int:
@@ -44,6 +44,9 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["codec", "inspect"], "FILE"),
         (["codec", "inspect", "x", "-o", "yaml"], "yaml"),
         (["codec", "unknown"], "unknown"),
+        (["sidecar", "status", "--url", "localhost:8083"], "must begin with http://"),
+        (["sidecar", "explain"], "give chunk hashes or --tokens"),
+        (["sidecar", "explain", "ab" * 32, "--tokens", "-"], "give chunk hashes or --tokens"),
         (["unknown"], "unknown"),
     ],
 )
@@ -61,6 +64,9 @@ def test_called_wrongly(arguments: list[str], told: str, capsys: pytest.CaptureF
         (["codec", "stats", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["codec", "stats", "--token-file", "/nowhere/token"], "cannot read the token file /nowhere/token"),
         (["codec", "inspect", "/nowhere/x.kvr"], "there is no file /nowhere/x.kvr"),
+        (["sidecar", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
+        (["sidecar", "explain", "ab" * 32, "--token-file", "/nowhere/token"], "cannot read the token file /nowhere/token"),
         (["codec", "measure", "--kv", "/nowhere/kv.safetensors"], "cannot read /nowhere/kv.safetensors"),
         (["codec", "measure", "--model", "/nowhere/model"], "cannot load a model and its tokenizer from /nowhere/model"),
     ],

@@ -7,20 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, TokenFile
 from lmcache_ctl.output import Output, OutputFormat, print_json
 
 EXIT_DAMAGED = 1
-DEFAULT_URL = "http://127.0.0.1:8083"
 DEFAULT_TOKENS = 512
 MAX_TOKENS = 1 << 15
 
 app = typer.Typer(no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers.")
-
-
-def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{url!r} must begin with http:// or https://")
-    return url
 
 
 def _checked_profiles(profiles: list[str]) -> list[str]:
@@ -34,8 +28,8 @@ def _checked_profiles(profiles: list[str]) -> list[str]:
 
 @app.command()
 def stats(
-    url: Annotated[str, typer.Option(help="REST address of a sidecar.", callback=_checked_url)] = DEFAULT_URL,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token to show; needed where the sidecar wants one.")] = None,
+    url: SidecarUrl = DEFAULT_SIDECAR_URL,
+    token_file: TokenFile = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show what the codecs of a sidecar did since its start.

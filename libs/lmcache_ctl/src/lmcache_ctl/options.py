@@ -1,0 +1,20 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_SIDECAR_URL = "http://127.0.0.1:8083"
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} must begin with http:// or https://")
+    return url
+
+
+SidecarUrl = Annotated[str, typer.Option("--url", help="REST address of a sidecar.", callback=_checked_url)]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token to show; needed where the sidecar wants one.")]

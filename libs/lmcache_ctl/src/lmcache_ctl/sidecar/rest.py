@@ -1,0 +1,83 @@
+"""What a sidecar's REST answers, and what it is asked with."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from lmcache_ctl.errors import CtlError
+
+TIMEOUT_S = 30.0
+MAX_ANSWER_BYTES = 64 << 20
+STANDARD_INPUT = Path("-")
+
+
+class Sidecar:
+    """Asks one sidecar.
+
+    Args:
+        url: Its REST address.
+        token_file: Holds the token to show; None for none.
+    """
+
+    def __init__(self, url: str, token_file: Path | None) -> None:
+        self._url = url.rstrip("/")
+        self._token_file = token_file
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's JSON.
+
+        Raises:
+            CtlError: It does not answer, refuses, or answers something else; the text is the sidecar's own where it gives one.
+        """
+        headers = self._headers()
+        try:
+            with httpx.Client(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+                status, data = self._read(client, method, path, body)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise CtlError(f"no answer from {self._url}: {str(exc) or type(exc).__name__}; is a sidecar listening there (--url)?") from exc
+        try:
+            answer: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise CtlError(f"{self._url}{path} answered {status}; is that the REST port of a sidecar?") from exc
+        if status >= httpx.codes.BAD_REQUEST:
+            raise CtlError(f"{self._url}{path} answered {status}: {answer.get('detail') or answer.get('title')}")
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        if self._token_file is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {self._token_file.read_text(encoding='utf-8').strip()}"}
+        except (OSError, UnicodeDecodeError) as exc:
+            raise CtlError(f"cannot read the token file {self._token_file}: {exc}") from exc
+
+    def _read(self, client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        data = bytearray()
+        with client.stream(method, self._url + path, json=body) as response:
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise CtlError(f"{self._url}{path} answered more than {MAX_ANSWER_BYTES} bytes")
+            return response.status_code, bytes(data)
+
+
+def read_token_ids(path: Path) -> list[int]:
+    """Token ids from a file (a JSON list, or numbers apart by commas or blanks), or from standard input for `-`.
+
+    Raises:
+        CtlError: It cannot be read, or holds something else; what that is, is not repeated.
+    """
+    try:
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CtlError(f"cannot read {path}: {getattr(exc, 'strerror', None) or 'it is no text'}") from exc
+    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise CtlError(f"{path} holds something else than token ids: write numbers apart by commas or blanks")
+    return [int(word) for word in words]

@@ -1,0 +1,71 @@
+"""`lmcachectl sidecar` beside a real sidecar and a real engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
+from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.sidecar import engine_at
+
+NUM_CHUNKS = 3
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[ServiceProcess]:
+    settings = {
+        "PORT": "0",
+        "LM_PORT": "0",
+        "ARENA_GB": "0.01",
+        "ARENA_PATH": str(tmp_path / "arena"),
+        "SOCKET_PATH": str(tmp_path / "s.sock"),
+        "INSTANCE_ID": "sidecar-0",
+    }
+    with running_service("lmcache_sidecar", tmp_path, {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()}) as service:
+        yield service
+
+
+def ctl(service: ServiceProcess, *arguments: str | Path, code: int = 0, stdin: str = "") -> str:
+    command = [sys.executable, "-m", "lmcache_ctl", "sidecar", *map(str, arguments), "--url", service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, input=stdin, env={"COLUMNS": "200"})
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceProcess, tmp_path: Path) -> None:
+    ids = " ".join(str(token) for token in tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE).tolist())
+    (tmp_path / "tokens").write_text(ids)
+    assert "an engine must have connected to this sidecar once" in ctl(sidecar, "explain", "--tokens", tmp_path / "tokens", code=1)
+    tokens = tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE)[: NUM_CHUNKS * CHUNK_SIZE]
+    with engine_at(tmp_path / "s.sock") as engine:
+        engine.store(tokens, kvcaches=random_kv(len(tokens)))
+    told: dict[str, Any] = json.loads(ctl(sidecar, "explain", "--tokens", tmp_path / "tokens", "-o", "json", code=1))
+    [explanation] = told["explanations"]
+    assert (explanation["model_name"], explanation["num_prefix"]) == ("org/model", NUM_CHUNKS)
+    assert [chunk["states"][0]["missing"] for chunk in explanation["chunks"]] == [None] * NUM_CHUNKS + ["never_stored"]
+    table = " ".join(ctl(sidecar, "explain", "--tokens", "-", code=1, stdin=ids).split())
+    assert "the first 3 are complete" in table
+    assert "MISSING: never_stored" in table
+    assert table.count("Hot") == NUM_CHUNKS
+    table = ctl(sidecar, "explain", explanation["chunks"][0]["chunk_hash"], "--model", "org/model")
+    assert explanation["chunks"][0]["chunk_hash"][:16] in table
+
+
+def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, tmp_path: Path) -> None:
+    with engine_at(tmp_path / "s.sock"):
+        table = ctl(sidecar, "status")
+        found = json.loads(ctl(sidecar, "status", "-o", "json"))
+    assert "sidecar-0" in table
+    assert "drain      serving" in table
+    assert "org/model" in table
+    assert found["status"]["drain"]["state"] == "serving"
+    assert set(found["tiers"]["tiers"]) == {"Hot"}
+    assert len(found["clients"]["clients"]) == 1
