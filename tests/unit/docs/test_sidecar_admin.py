@@ -1,0 +1,49 @@
+"""docs/operations.md and docs/protocols.md say of the sidecar's REST and of its end what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmcache_servicekit.runner import EXIT_BY_SIGNAL
+from lmcache_sidecar import metrics
+from lmcache_sidecar.admin.explain_schemas import MAX_EXPLAINED_TOKENS
+from lmcache_sidecar.admin.explain_views import MAX_EXPLANATIONS
+from lmcache_sidecar.admin.pin_schemas import DEFAULT_TTL_S, MAX_HASHES
+from lmcache_sidecar.app import create_app
+from lmcache_sidecar.descriptions import MAX_NAMED_KEYS
+from lmcache_sidecar.explainer import QUARANTINED, UNKNOWN
+from lmcache_sidecar.handover import DrainState
+from lmcache_sidecar.handover.handover import MAX_TRIES
+from lmcache_sidecar.handover.peers import MAX_TAKERS
+from lmcache_sidecar.pinned import MAX_PINNED_CHUNKS, PIN_BOUND
+from lmcache_sidecar.settings import SidecarSettings
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+OPERATIONS = (DOCS / "operations.md").read_text(encoding="utf-8")
+PROTOCOLS = (DOCS / "protocols.md").read_text(encoding="utf-8")
+
+
+def test_every_route_is_in_the_protocols() -> None:
+    section = PROTOCOLS.partition("### sidecar (8083")[2]
+    for path in create_app(SidecarSettings()).openapi()["paths"]:
+        if path.startswith("/v1/"):
+            assert path in section or path.removeprefix("/v1/") in section.splitlines()[1], path
+
+
+def test_the_drain_is_explained() -> None:
+    for word in (*DrainState, "accept_handover", "drain_timeout_s", str(EXIT_BY_SIGNAL + 15)):
+        assert word in OPERATIONS, word
+    names = [metrics.DRAINED_CHUNKS_TOTAL, metrics.HANDED_OVER_BYTES_TOTAL, metrics.RECEIVED_CHUNKS_TOTAL, metrics.RECEIVED_BYTES_TOTAL]
+    assert all(f"`{name}`" in OPERATIONS for name in names)
+    assert all(name in metrics.DESCRIBED for name in names)
+    assert (MAX_TRIES, MAX_TAKERS) == (3, 4), "told in words"
+
+
+def test_reasons_and_bounds_are_told() -> None:
+    for reason in (QUARANTINED, UNKNOWN, PIN_BOUND):
+        assert f"`{reason}`" in OPERATIONS, reason
+    for bound in (MAX_PINNED_CHUNKS, DEFAULT_TTL_S):
+        assert str(bound) in OPERATIONS, bound
+    for bound in (MAX_EXPLAINED_TOKENS, MAX_HASHES, MAX_NAMED_KEYS):
+        assert str(bound) in PROTOCOLS, bound
+    assert MAX_EXPLANATIONS == 4, "told in words"
