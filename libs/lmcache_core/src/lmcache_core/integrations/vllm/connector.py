@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -150,7 +151,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the interface."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        # What is to be loaded must be planned, or vLLM takes blocks for loaded that are not: that is not guarded, and asks no store.
+        with self._guard("allocated") if num_external_tokens == 0 else nullcontext():
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -202,10 +206,11 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """See the interface."""
         if self._worker is None:
             return
-        try:
-            self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
-        except LayoutError as exc:
-            logger.error("this worker neither loads nor stores: %s", exc)
+        with self._guard("attach"):
+            try:
+                self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
+            except LayoutError as exc:
+                logger.error("this worker neither loads nor stores: %s", exc)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See the interface."""

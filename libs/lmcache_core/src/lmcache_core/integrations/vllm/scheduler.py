@@ -231,8 +231,8 @@ class SchedulerSide:
 
     def _end_offer(self, state: RequestState) -> None:
         if state.offer is not None or state.asked_at is not None:
-            self._offers.give_back([state.request_id])
             state.forget_offer()
+            self._offers.give_back([state.request_id])
 
     def _planned_load(self, state: RequestState) -> Load:
         assert state.load is not None

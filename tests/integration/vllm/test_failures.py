@@ -1,0 +1,192 @@
+"""Loads that fail after they were promised; stores that fail, lie, or forge."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from lmcache_core.engine import ChunkStore
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record import Chunk
+
+from tests.fixtures.chunk_stores import METHODS, ForgingStore, RaisingStore, WrappedStore
+from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, Status, WrongKV, running, window
+from tests.fixtures.vllm_engine.worlds import embedded, prompt
+
+EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
+SHAPES = pytest.mark.parametrize(
+    "shape", [Shape(), Shape((window(6),)), Shape((FULL, window(6)), num_blocks=96)], ids=["full", "windowed", "hybrid"]
+)
+MAX_STEPS = 300
+"""A connector that offered a failed load again would need thousands: vLLM asks in every step."""
+
+
+class LosingStore(WrappedStore):
+    """Delivers only so many chunks of each load, once `num_kept` is set."""
+
+    def __init__(self, inner: ChunkStore) -> None:
+        super().__init__(inner)
+        self.num_kept: int | None = None
+
+    def get(self, keys: list[CacheEngineKey], *args: Any, **kwargs: Any) -> list[Chunk]:
+        wanted = keys if self.num_kept is None else keys[: self.num_kept]
+        return self.inner.get(wanted, *args, **kwargs) if wanted else []
+
+
+class Wrapped:
+    """Remembers what was put around the store of each connector."""
+
+    def __init__(self, kind: type[Any], *args: Any) -> None:
+        self._make = lambda store: kind(store, *args)
+        self.all: list[Any] = []
+
+    def __call__(self, store: ChunkStore) -> Any:
+        self.all.append(self._make(store))
+        return self.all[-1]
+
+    def set(self, name: str, value: object) -> None:
+        for wrapper in self.all:
+            setattr(wrapper, name, value)
+
+
+@EITHER_LOAD
+@SHAPES
+@pytest.mark.parametrize("num_kept", [0, 1, 3])
+def test_recompute(module: ModuleType, model: Path, load: str, shape: Shape, num_kept: int) -> None:
+    stores = Wrapped(LosingStore)
+    with running(module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)) as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("num_kept", num_kept)
+        failed, branch, other = engine.add(prompt(1, 43), 4), engine.add(prompt(1, 20) + prompt(2, 9), 4), engine.add(prompt(3, 20), 4)
+        engine.run(MAX_STEPS)
+        assert engine.tally(failed).num_loads == 1, "what failed was offered again"
+        assert engine.tally(branch).num_loads <= 1
+        assert engine.tally(other).num_loads == 0
+        stores.set("num_kept", None)
+        engine.forget()
+        assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40, "what was computed instead was not stored again"
+
+
+@EITHER_LOAD
+def test_recompute_before_030(any_module: ModuleType, model: Path, load: str) -> None:
+    stores = Wrapped(LosingStore)
+    with running(any_module, model, embedded(load=load), wrap_store=stores) as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("num_kept", 2)
+        failed = engine.add(prompt(1, 43), 4)
+        engine.run(MAX_STEPS)
+    assert engine.tally(failed).num_loads == 1
+
+
+@EITHER_LOAD
+@SHAPES
+def test_fail(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
+    """vLLM then ends the request, and only that."""
+    stores = Wrapped(LosingStore)
+    with running(module, model, embedded(load=load), shape=shape, wrap_store=stores, policy="fail") as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("num_kept", 0)
+        failed, other = engine.add(prompt(1, 43), 4), engine.add(prompt(2, 20), 4)
+        engine.run(MAX_STEPS)
+        assert (failed.status, failed.output) == (Status.FINISHED_ERROR, [])
+        assert (other.status, len(other.output)) == (Status.FINISHED_STOPPED, 4)
+        stores.set("num_kept", None)
+        engine.forget()
+        assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40
+
+
+def test_requests_that_share_blocks_of_a_failed_load(module: ModuleType, model: Path) -> None:
+    """In a synchronous load the blocks are found by others in the same step; what they compute behind wrong KV must not be stored."""
+    stores = Wrapped(LosingStore)
+    with running(module, model, embedded(load="sync"), wrap_store=stores, limits=Limits(64)) as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("num_kept", 1)
+        requests = [engine.add(prompt(1, 40) + prompt(number, 16), 3) for number in (2, 3)]
+        engine.run(MAX_STEPS)
+        stores.set("num_kept", None)
+        engine.forget()
+        for number in (2, 3):
+            engine.ask(prompt(1, 40) + prompt(number, 17))
+        assert all(request.status is Status.FINISHED_STOPPED for request in requests)
+
+
+@EITHER_LOAD
+@SHAPES
+@pytest.mark.parametrize("methods", [METHODS, *((name,) for name in METHODS)], ids=["all", *METHODS])
+def test_the_connector_never_raises(module: ModuleType, model: Path, load: str, shape: Shape, methods: tuple[str, ...]) -> None:
+    stores = Wrapped(RaisingStore, methods)
+    engine = Engine(module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16))
+    try:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("is_armed", True)
+        aborted = engine.add(prompt(5, 30), 20)
+        requests = [engine.add(prompt(number, 43), 3) for number in (1, 2)]
+        for _ in range(4):
+            engine.step()
+        engine.abort(aborted)
+        engine.run(MAX_STEPS)
+        assert [request.status for request in requests] == [Status.FINISHED_STOPPED] * 2
+        engine.check_idle()
+    finally:
+        stores.set("is_armed", False)
+        engine.close()
+
+
+def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -> None:
+    class Armed(RaisingStore):
+        def __init__(self, inner: ChunkStore) -> None:
+            super().__init__(inner)
+            self.is_armed = True
+
+    with running(module, model, embedded(), wrap_store=Armed) as engine:
+        for _ in range(2):
+            assert engine.ask(prompt(1, 43), 3).status is Status.FINISHED_STOPPED
+            engine.forget()
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape((window(10),)), Shape((FULL, window(10)), num_blocks=96)], ids=["full", "windowed", "hybrid"]
+)
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
+def test_the_engine_notices_forged_kv(module: ModuleType, model: Path, load: str, shape: Shape, place: float) -> None:
+    """The negative control: one number of a chunk is another, and the digest fits. Without this, nothing here would prove anything."""
+
+    def forge(payload: bytes) -> bytes:
+        at = int(place * len(payload)) // 4 * 4
+        return payload[:at] + struct.pack("<f", struct.unpack_from("<f", payload, at)[0] + 1.0) + payload[at + 4 :]
+
+    stores = Wrapped(ForgingStore, forge)
+    engine = Engine(module, model, embedded(load=load), shape=shape, wrap_store=stores)
+    try:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        stores.set("is_armed", True)
+        engine.add(prompt(1, 43))
+        with pytest.raises(WrongKV, match="reads wrong KV of token"):
+            engine.run(MAX_STEPS)
+    finally:
+        engine.close()
+
+
+@EITHER_LOAD
+def test_damage_in_memory_is_a_failed_load(module: ModuleType, model: Path, load: str) -> None:
+    """`verify_hot: always`: bytes that have changed in memory do not have their digest, and the load fails as if they were lost."""
+    with running(module, model, embedded(load=load, verify_hot="always")) as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        hot = engine.connector._open_store.store._hot
+        (chunk,) = hot.get_many(hot.keys()[2:3])
+        chunk.memory.byte_array[5] ^= 1
+        chunk.release()
+        hit = engine.add(prompt(1, 43), 3)
+        engine.run(MAX_STEPS)
+        assert engine.tally(hit).num_loads == 1
