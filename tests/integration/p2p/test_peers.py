@@ -205,9 +205,22 @@ def test_a_restarted_peer_is_not_believed_to_hold_what_it_lost(neighbourhood: Ne
     store_at(a)
     a.process.kill()
     (neighbourhood.ticket_keys.parent / "a.sock").unlink(missing_ok=True)
-    neighbourhood.sidecar("a")
+    neighbourhood.sidecar("a", arena_recover=False)
     with engine_at(b.socket) as engine:
         assert engine.lookup(tokens_of(NUM_TOKENS)) == 0, "the new incarnation of a holds nothing"
+
+
+def test_a_restarted_peer_serves_what_it_has_found_again(neighbourhood: Neighbourhood) -> None:
+    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
+    store_at(a)
+    a.process.kill()
+    a = neighbourhood.sidecar("a")
+    eventually(lambda: a.get("/v1/status")["arena"]["recovery"]["is_over"] and a.get("/v1/status")["settled"])
+    target = empty_kv(NUM_TOKENS)
+    with engine_at(b.socket) as engine:
+        assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all(), "lookup has heard of the chunks"
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+    assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
 
 
 def test_a_peer_that_shares_no_ticket_key_is_not_served(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
