@@ -5,12 +5,12 @@ How to use it: `docs/vllm.md`.
 | file | concern |
 |---|---|
 | `connector.py` | vLLM's interface: hands each call to one of the two sides |
-| `scheduler.py`, `requests.py`, `names.py` | the scheduler's side: what a request can load, what it is to store |
+| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, what it is to store |
 | `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
 | `plan.py` | what the two sides tell each other |
 | `groups.py`, `identity.py`, `weights.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
-| `events.py`, `stats.py` | KV events, figures |
+| `events.py`, `stats.py`, `sources.py` | KV events, figures, where hits came from |
 
 Only `connector.py`, `events.py` and `stats.py` import vLLM, so that the rest can be tested without it.
 """

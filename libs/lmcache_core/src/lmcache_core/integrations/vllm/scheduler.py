@@ -11,7 +11,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.names import ChunkNames, spans_of
+from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.offers import Offer, Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store, WorkerReport
@@ -53,6 +53,7 @@ class SchedulerSide:
         self._num_workers = identity.num_ranks * identity.replicas
         self._offers = Offers(store, identity, groups, self._chunk_size)
         self._roots = roots
+        self._namer = Namer(roots, self._chunk_size)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[str, RequestState] = {}
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
@@ -180,27 +181,13 @@ class SchedulerSide:
             self._states[request.request_id] = state
         return state
 
-    def _name(self, state: RequestState) -> ChunkNames | None:
-        """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet)."""
-        request = state.request
-        if state.is_outdated:
-            return None
-        if state.names is None or state.names_version != self._roots.version:
-            root, spans = self._roots.root_of(request), spans_of(request)
-            if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
-                return None
-            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), self._roots.version
-            state.stored = [0] * len(self._groups)
-        state.names.extend(request.all_token_ids)
-        return state.names
-
     def _ask(self, state: RequestState) -> None:
         """Ask the store for what a request can load; its answer is `state.offer`, or None while more may come."""
         now = time.monotonic()
         if state.asked_at is not None and now - state.polled_at < POLL_S:
             return
         state.polled_at = now
-        names = self._name(state)
+        names = self._namer.name(state)
         if names is None or not names.hashes:
             state.asked_at = None
             return
@@ -268,7 +255,7 @@ class SchedulerSide:
         for state, num_tokens in scheduled:
             request = state.request
             num_known = len(request.all_token_ids) if self._options.engine.save_decode_cache else request.num_prompt_tokens
-            if num_tokens < self._chunk_size or not state.tables or self._name(state) is None:
+            if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
                 continue
             runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
             if self.on_planned is not None:

@@ -1,0 +1,37 @@
+"""Names the chunks of requests, as soon as that can be done."""
+
+from __future__ import annotations
+
+from lmcache_core.integrations.vllm.identity import Roots
+from lmcache_core.integrations.vllm.names import ChunkNames, spans_of
+from lmcache_core.integrations.vllm.requests import RequestState
+
+
+class Namer:
+    """Keeps the names of a request's chunks up to its tokens.
+
+    Args:
+        roots: What the chains begin with.
+        chunk_size: Tokens in a chunk.
+    """
+
+    def __init__(self, roots: Roots, chunk_size: int) -> None:
+        self._roots = roots
+        self._chunk_size = chunk_size
+
+    def name(self, state: RequestState) -> ChunkNames | None:
+        """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet).
+
+        Under other roots than before, nothing of the request counts as stored.
+        """
+        request = state.request
+        if state.is_outdated:
+            return None
+        if state.names is None or state.names_version != self._roots.version:
+            root, spans = self._roots.root_of(request), spans_of(request)
+            if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
+                return None
+            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), self._roots.version
+            state.stored = [0] * len(state.stored)
+        state.names.extend(request.all_token_ids)
+        return state.names
