@@ -57,7 +57,9 @@ class Drain:
             if is_first:
                 for callback in self._before:
                     callback()
-            if not self._tasks.start("drain", self._drain(self._ended)):
+            progress = self.progress = DrainProgress(DrainState.WRITING, self._handover.count())
+            if not self._tasks.start("drain", self._drain(progress, self._ended)):
+                progress.state = DrainState.DONE
                 self._ended.set()
 
     async def run(self) -> None:
@@ -70,8 +72,7 @@ class Drain:
     def _is_complete(self) -> bool:
         return not self.progress.left and not self.progress.failed and not self._stack.num_pending_bytes
 
-    async def _drain(self, ended: asyncio.Event) -> None:
-        progress = self.progress = DrainProgress(DrainState.WRITING, self._handover.count())
+    async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:
         try:
             await self._work(progress)
         finally:
