@@ -1,0 +1,228 @@
+"""What the KV of an engine is: everything that makes other KV of equal tokens gives chunks another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm import identity as module
+from lmcache_core.integrations.vllm.groups import cache_groups
+from lmcache_core.integrations.vllm.identity import KVIdentity, Roots, identity_of
+from lmcache_core.integrations.vllm.options import read_options
+from lmcache_core.token_database.hashing import identity_root
+
+from tests.fixtures.vllm_engine import FULL, MLA, Adapter, Shape, window
+from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
+from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
+
+Change = Callable[[Any], None]
+PLAIN = Shape()
+
+
+def identity(
+    model: Path, shape: Shape = Shape(), change: Change = lambda config: None, release: str = "0.32.0", **options: Any
+) -> KVIdentity:  # noqa: B008
+    config = vllm_config(shape, model, embedded(**options), 0)
+    change(config)
+    caches = kv_cache_config(shape)
+    read = read_options(config.kv_transfer_config.kv_connector_extra_config, "cpu", 1)
+    return identity_of(config, caches, cache_groups(caches), read, release)
+
+
+def root(of: KVIdentity) -> bytes:
+    return identity_root(of.metadata, "")
+
+
+def request(**fields: Any) -> Any:
+    return SimpleNamespace(**({"lora_request": None, "cache_salt": None} | fields))
+
+
+def setting(path: str, value: object) -> Change:
+    def change(config: Any) -> None:
+        *way, name = path.split(".")
+        for step in way:
+            config = getattr(config, step)
+        setattr(config, name, value)
+
+    return change
+
+
+def test_the_same_engine_twice(model: Path) -> None:
+    assert identity(model) == identity(model)
+
+
+def test_the_same_weights_in_another_folder_of_that_name(model: Path, tmp_path: Path) -> None:
+    assert identity(make_model(tmp_path / "elsewhere")) == identity(model)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.hf_config", SimpleNamespace(rope_theta=5e5)),
+        ("model_config.dtype", "bfloat16"),
+        ("model_config.quantization", "awq"),
+        ("cache_config.cache_dtype", "fp8"),
+        ("load_config.load_format", "dummy"),
+        ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
+        ("parallel_config.tensor_parallel_size", 2),
+        ("parallel_config.pipeline_parallel_size", 2),
+    ],
+)
+def test_what_makes_other_kv_gives_other_names(model: Path, path: str, value: object) -> None:
+    assert root(identity(model, change=setting(path, value))) != root(identity(model))
+
+
+def test_dummy_weights_are_told_by_their_seed(model: Path) -> None:
+    def dummy(seed: int) -> Change:
+        def change(config: Any) -> None:
+            config.load_config.load_format, config.model_config.seed = "dummy", seed
+
+        return change
+
+    assert root(identity(model, change=dummy(1))) != root(identity(model, change=dummy(2)))
+    assert root(identity(model, change=setting("model_config.seed", 1))) == root(identity(model)), "a seed of sampling is none of weights"
+
+
+def test_other_weights_names_revisions_and_layouts(model: Path, tmp_path: Path) -> None:
+    identities = [
+        identity(model),
+        identity(make_model(tmp_path / "other", "other weights")),
+        identity(make_model(tmp_path, name="renamed")),
+        identity(model, revision="v2"),
+        identity(model, model_name="shared"),
+        identity(model, layout="tokens"),
+        identity(model, Shape(block_size=8)),
+        identity(model, Shape((MLA,))),
+        identity(model, Shape((window(6),))),
+        identity(model, Shape((FULL, window(6)))),
+    ]
+    assert len({root(of) for of in identities}) == len(identities)
+
+
+def test_what_is_said_outright_counts(model: Path, tmp_path: Path) -> None:
+    """Whoever names model and revision answers for the weights."""
+    other = make_model(tmp_path / "other", "other weights", "renamed")
+    named = {"model_name": "shared", "revision": "v1"}
+    assert identity(model, **named) == identity(other, **named)
+
+
+def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert root(identity(model, release="0.33.0")) != root(identity(model))
+    assert root(identity(model, release="0.33.0", layout="tokens")) == root(identity(model, layout="tokens"))
+    before = identity(model)
+    monkeypatch.setattr(module.platform, "machine", lambda: "riscv64")
+    assert root(identity(model)) != root(before)
+
+
+def test_the_block_size_is_no_matter_where_chunks_hold_tokens(model: Path) -> None:
+    with_small, with_large = (identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8))
+    assert with_small.metadata.kv_shape == with_large.metadata.kv_shape
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_kv_that_is_spread_by_token_is_refused(model: Path, name: str) -> None:
+    with pytest.raises(LayoutError, match=f"{name}=2"):
+        identity(model, change=setting(f"parallel_config.{name}", 2))
+
+
+def test_scales_that_depend_on_what_was_seen_first_are_refused(model: Path) -> None:
+    with pytest.raises(LayoutError, match="calculate_kv_scales"):
+        identity(model, change=setting("cache_config.calculate_kv_scales", True))
+
+
+def test_ranks_that_hold_the_same(model: Path) -> None:
+    of = identity(model, Shape((MLA,), num_ranks=4, replicas=4))
+    assert (of.num_ranks, of.replicas) == (1, 4)
+    assert [of.rank_of(rank) for rank in range(4)] == [0] * 4
+    assert [of.stores(rank) for rank in range(4)] == [True, False, False, False]
+    pairs = identity(model, Shape(num_ranks=4, replicas=2))
+    assert [pairs.rank_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [pairs.stores(rank) for rank in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("shape", "replicas"), [(Shape((MLA,), num_ranks=2), 2), (Shape(num_ranks=2), 1)])
+def test_older_releases_do_not_say_who_holds_the_same(model: Path, shape: Shape, replicas: int) -> None:
+    caches = kv_cache_config(shape)
+    del caches.kv_tp_replicas
+    config = vllm_config(shape, model, embedded(), 0)
+    of = identity_of(config, caches, cache_groups(caches), read_options(embedded(), "cpu", 2), "0.27.1")
+    assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
+
+
+@pytest.fixture
+def roots(model: Path) -> Roots:
+    made = Roots(identity(model))
+    made.use_salt("tenant")
+    return made
+
+
+def test_nothing_has_a_name_before_the_salt_is_known(model: Path) -> None:
+    roots = Roots(identity(model))
+    assert roots.root_of(request()) is None
+    assert roots.base_root() is None
+    before = roots.version
+    roots.use_salt("")
+    assert roots.root_of(request()) == roots.base_root() is not None
+    assert roots.version != before
+
+
+def test_salts_keep_apart(roots: Roots, model: Path) -> None:
+    other = Roots(identity(model))
+    other.use_salt("other")
+    found = [
+        roots.root_of(request()),
+        other.root_of(request()),
+        roots.root_of(request(cache_salt="a")),
+        other.root_of(request(cache_salt="a")),
+    ]
+    assert len(set(found)) == 4
+    assert roots.root_of(request(cache_salt="")) == roots.root_of(request()) == roots.base_root()
+
+
+def test_salts_cannot_be_shifted_into_one_another(model: Path) -> None:
+    found = set()
+    for tenant, own in (("a", "bc"), ("ab", "c"), ("abc", ""), ("a;2:bc;", "")):
+        roots = Roots(identity(model))
+        roots.use_salt(tenant)
+        found.add(roots.root_of(request(cache_salt=own)))
+    assert len(found) == 4
+
+
+def test_adapters(roots: Roots, tmp_path: Path) -> None:
+    first = Adapter("a", str(make_adapter(tmp_path / "1", "one")))
+    copied = Adapter("a", str(make_adapter(tmp_path / "2", "one")))
+    renamed = Adapter("b", first.lora_path)
+    other = Adapter("a", str(make_adapter(tmp_path / "3", "other")))
+    base = roots.root_of(request())
+    found = [roots.root_of(request(lora_request=adapter)) for adapter in (first, copied, renamed, other)]
+    assert found[0] == found[1]
+    assert len({base, *found}) == 4
+    make_adapter(tmp_path / "1", "trained again")
+    assert roots.root_of(request(lora_request=first)) not in {base, *found}
+
+
+def test_an_adapter_by_name_is_its_name(roots: Roots) -> None:
+    one, two = (roots.root_of(request(lora_request=Adapter("a", f"org/{name}"))) for name in "xy")
+    assert one != two
+
+
+def test_many_adapters_are_forgotten_not_confused(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    adapters = [Adapter(f"a{i}", f"org/{i}") for i in range(5)]
+    first = [roots.root_of(request(lora_request=adapter)) for adapter in adapters]
+    assert [roots.root_of(request(lora_request=adapter)) for adapter in adapters] == first
+    assert len(set(first)) == 5
+
+
+def test_a_new_epoch_names_everything_anew(roots: Roots) -> None:
+    before, version = roots.root_of(request()), roots.version
+    roots.begin_epoch()
+    first = roots.root_of(request())
+    assert roots.base_root() is None
+    roots.begin_epoch()
+    assert len({before, first, roots.root_of(request())}) == 3
+    assert roots.version != version
