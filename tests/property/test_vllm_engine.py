@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.fixtures.chunk_stores import FlakyStore
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.sidecar import RunningSocket, running_socket
 from tests.fixtures.vllm_engine import FULL, MLA, Adapter, Engine, Feature, Limits, Request, Shape, Status, window
+from tests.fixtures.vllm_engine.stores import FlakyStore
 from tests.fixtures.vllm_engine.worlds import beside, embedded, make_adapter, make_model, prompt
 
 ONE_RANK = [

@@ -12,8 +12,8 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Chunk
 
-from tests.fixtures.chunk_stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, Status, WrongKV, running, window
+from tests.fixtures.vllm_engine.stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])

@@ -19,8 +19,8 @@ from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_demo.processes import Process, Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.chunk_stores import WrappedStore
 from tests.fixtures.vllm_engine import FULL, MLA, Engine, GroupShape, Limits, Shape, Status, running, window
+from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, beside, prompt
 
 ROOT = Path(__file__).resolve().parents[3]

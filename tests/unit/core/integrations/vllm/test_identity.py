@@ -24,8 +24,8 @@ PLAIN = Shape()
 
 
 def identity(
-    model: Path, shape: Shape = Shape(), change: Change = lambda config: None, release: str = "0.32.0", **options: Any
-) -> KVIdentity:  # noqa: B008
+    model: Path, shape: Shape = PLAIN, change: Change = lambda config: None, release: str = "0.32.0", **options: Any
+) -> KVIdentity:
     config = vllm_config(shape, model, embedded(**options), 0)
     change(config)
     caches = kv_cache_config(shape)

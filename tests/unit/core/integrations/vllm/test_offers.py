@@ -1,0 +1,102 @@
+"""How much can be loaded: the shortest of the groups' prefixes whose windows are there too."""
+
+from __future__ import annotations
+
+import hashlib
+
+from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
+from lmcache_core.integrations.vllm.offers import MAX_WINDOW_TRIES, Offer, Offers
+from lmcache_core.record import Staged, StagedFrom
+
+from tests.fixtures.vllm_engine import FULL, Shape, window
+from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot
+from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
+
+HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
+HYBRID = Shape((FULL, window(10)))
+NUM_TOKENS = 42
+
+
+def ask(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> tuple[Offer, bool]:
+    offers = Offers(store, KVIdentity(METADATA, num_ranks, 1), groups_of(shape), CHUNK_SIZE)  # type: ignore[arg-type]
+    return offers.ask("r", HASHES, NUM_TOKENS, None)
+
+
+def test_one_group() -> None:
+    store = ScriptedStore([hot(3)])
+    assert ask(store, Shape(), num_ranks=2) == (Offer(3, b"\1\1\1"), True)
+    ((ticket, (chain,), is_prefix),) = store.asked
+    assert (ticket, chain.fmt, chain.model_name, chain.world_size, chain.group, is_prefix) == ("r", FMT, "model", 2, "", True)
+    assert chain.hashes == b"".join(HASHES)
+
+
+def test_a_lift_that_goes_on_is_not_final() -> None:
+    assert ask(ScriptedStore([hot(2, is_ready=False)]), Shape()) == (Offer(2, b"\1\1"), False)
+
+
+def test_a_store_that_is_away_offers_nothing_and_more_will_not_come() -> None:
+    assert ask(ScriptedStore([None]), Shape()) == (Offer(0), True)
+    assert ask(ScriptedStore([hot(5), None]), HYBRID) == (Offer(0), True)
+
+
+def test_of_several_full_groups_the_shortest_counts_and_the_slowest_tier() -> None:
+    tiers = (bytes([1, StagedFrom.DISK, 1, 1, 1]), bytes([StagedFrom.REMOTE, 1, 1, 0, 0]))
+    offer, _ = ask(ScriptedStore([Staged(True, tiers)]), Shape((FULL, FULL)))
+    assert offer == Offer(3, bytes([StagedFrom.REMOTE, StagedFrom.DISK, 1]))
+
+
+def test_of_a_window_only_its_own_chunks_are_asked_for() -> None:
+    store = ScriptedStore([hot(5), Staged(True, (b"\1\1",))])
+    offer, is_final = ask(store, HYBRID)
+    assert (offer.num_chunks, is_final) == (5, True)
+    (_, (whole,), _), (ticket, (windowed,), is_prefix) = store.asked
+    assert (whole.group, windowed.group, ticket, is_prefix) == ("0:full", "1:window10", "r/window", False)
+    assert windowed.hashes == b"".join(HASHES[3:5]), "40 tokens: the next one sees 31 to 40"
+
+
+def test_windows_are_asked_for_when_it_is_known_up_to_where() -> None:
+    store = ScriptedStore([hot(2, is_ready=False)])
+    assert ask(store, HYBRID) == (Offer(2, b"\1\1"), False)
+    assert len(store.asked) == 1
+
+
+def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> None:
+    """Of chunks 3 and 4 the fourth is missing: a prefix of 4 chunks needs 2 and 3."""
+    store = ScriptedStore([hot(5), Staged(True, (b"\1\0",)), Staged(True, (b"\1\1",))])
+    offer, _ = ask(store, HYBRID)
+    assert offer.num_chunks == 4
+    assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [b"".join(HASHES[3:5]), b"".join(HASHES[2:4])]
+
+
+def test_the_last_missing_chunk_decides() -> None:
+    store = ScriptedStore([hot(5), Staged(True, (b"\0\1",)), Staged(True, (b"\1\1",))])
+    offer, _ = ask(store, HYBRID)
+    assert offer.num_chunks == 3
+
+
+def test_windows_that_are_still_lifted_are_waited_for() -> None:
+    assert ask(ScriptedStore([hot(5), Staged(False, (b"\1\0",))]), HYBRID) == (Offer(0), False)
+
+
+def test_windows_alone() -> None:
+    store = ScriptedStore([Staged(True, (b"\1\1",))])
+    assert ask(store, Shape((window(10),))) == (Offer(5, bytes([StagedFrom.HOT]) * 5), True)
+    assert [ticket for ticket, _, _ in store.asked] == ["r/window"]
+
+
+def test_tries_are_bounded() -> None:
+    store = ScriptedStore([Staged(True, (b"\1\0",))])
+    many = [hashlib.sha256(bytes([i])).digest() for i in range(100)]
+    offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(Shape((window(10),))), CHUNK_SIZE)  # type: ignore[arg-type]
+    assert offers.ask("r", many, 802, None) == (Offer(0), True)
+    assert len(store.asked) == MAX_WINDOW_TRIES
+
+
+def test_tickets_are_given_back_in_all_their_names() -> None:
+    for shape, names in ((Shape(), ["a", "b"]), (HYBRID, ["a", "b", "a/window", "b/window"])):
+        store = ScriptedStore([None])
+        Offers(store, KVIdentity(METADATA, 1, 1), groups_of(shape), CHUNK_SIZE).give_back(["a", "b"])  # type: ignore[arg-type]
+        assert store.given_back == names
+    store = ScriptedStore([None])
+    Offers(store, KVIdentity(METADATA, 1, 1), groups_of(HYBRID), CHUNK_SIZE).give_back([])  # type: ignore[arg-type]
+    assert store.given_back == []
