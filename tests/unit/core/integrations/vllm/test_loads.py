@@ -1,0 +1,111 @@
+"""Loads beside the engine's steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from lmcache_core.integrations.vllm import loads as module
+from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
+from lmcache_core.integrations.vllm.plan import Load
+
+PATIENCE_S = 10.0
+
+
+def load_of(name: str) -> Load:
+    return Load(name, 0, 8, (), True)
+
+
+def good(load: Load) -> LoadResult:
+    return LoadResult(load.request_id, frozenset(), is_good=True)
+
+
+def refused(load: Load) -> LoadResult:
+    return LoadResult(load.request_id, frozenset(), is_good=False)
+
+
+def results_of(thread: LoadThread, count: int) -> list[LoadResult]:
+    results: list[LoadResult] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(results) < count:
+        assert time.monotonic() < deadline, f"only {results}"
+        results += thread.take_results()
+        time.sleep(0.001)
+    return results
+
+
+class Gate:
+    """A load that waits until it is let through."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.has_begun = threading.Event()
+
+    def __call__(self, load: Load) -> LoadResult:
+        self.has_begun.set()
+        assert self.is_open.wait(PATIENCE_S)
+        return good(load)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., LoadThread]]:
+    threads: list[LoadThread] = []
+
+    def make(load: Callable[[Load], LoadResult] = good) -> LoadThread:
+        threads.append(LoadThread(load, refused))
+        threads[-1].open()
+        return threads[-1]
+
+    yield make
+    for thread in threads:
+        thread.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lmcache-loads"]
+
+
+def test_loads_are_done_one_after_the_other(made: Callable[..., LoadThread]) -> None:
+    thread = made()
+    for i in range(20):
+        thread.submit(load_of(str(i)))
+    assert [result.request_id for result in results_of(thread, 20)] == [str(i) for i in range(20)]
+    assert thread.take_results() == []
+
+
+def test_too_many_are_refused(made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
+    gate = Gate()
+    thread = made(gate)
+    thread.submit(load_of("runs"))
+    assert gate.has_begun.wait(PATIENCE_S)
+    for name in ("waits", "waits too", "too many"):
+        thread.submit(load_of(name))
+    assert thread.take_results() == [refused(load_of("too many"))]
+    gate.is_open.set()
+    assert all(result.is_good for result in results_of(thread, 3))
+
+
+def test_closing_lets_one_end_and_refuses_the_rest(made: Callable[..., LoadThread]) -> None:
+    gate = Gate()
+    thread = made(gate)
+    for name in ("runs", "waits"):
+        thread.submit(load_of(name))
+    assert gate.has_begun.wait(PATIENCE_S)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while not thread._is_closing.is_set():
+        time.sleep(0.001)
+    gate.is_open.set()
+    closing.join(PATIENCE_S)
+    thread.close()
+    assert [result.is_good for result in thread.take_results()] == [True, False]
+
+
+def test_a_thread_that_was_never_opened_can_be_closed() -> None:
+    LoadThread(good, refused).close()
+
+
+def test_a_load_that_is_not_tried_has_a_result(made: Callable[..., LoadThread]) -> None:
+    thread = made()
+    thread.refuse(load_of("r"))
+    assert thread.take_results() == [refused(load_of("r"))]

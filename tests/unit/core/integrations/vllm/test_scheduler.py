@@ -1,0 +1,377 @@
+"""The scheduler's side, asked call by call as vLLM's scheduler does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_core.integrations.vllm import scheduler as module
+from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
+from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.scheduler import SchedulerSide
+from lmcache_core.record import Staged, StagedFrom
+
+from tests.fixtures.vllm_engine import FULL, Shape, window
+from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot, options_of, output_of, request_of, scheduler_side
+from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
+
+TABLE = (list(range(1, 12)),)
+EMPTY = output_of()
+
+
+class Clock:
+    """Monotonic time that passes when told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def loads_of(side: SchedulerSide) -> tuple[Load, ...]:
+    return side.plan_loads()
+
+
+def stores_of(side: SchedulerSide, output: Any, loads: tuple[Load, ...] = ()) -> tuple[Store, ...]:
+    return side.plan_stores(output, loads)
+
+
+def test_a_request_is_looked_up_when_it_comes() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.new_request(request)
+    assert side.num_matched(request, 0) == (40, False)
+    assert side.num_matched(request, 16) == (24, False)
+    assert len(store.asked) == 1, "asked again it answers from what it knows"
+
+
+@pytest.mark.parametrize(
+    ("load", "shape", "num_external"),
+    [("sync", Shape(), 39), ("async", Shape(), 40), ("async", Shape((FULL, window(6))), 39), ("async", Shape((window(6),)), 39)],
+    ids=["sync", "async", "async and windows", "async and windows alone"],
+)
+def test_a_token_is_left_to_compute(load: str, shape: Shape, num_external: int) -> None:
+    """vLLM steps back by one itself in an asynchronous load, but then a window would reach a block that it has dropped."""
+    side = scheduler_side(ScriptedStore([Staged(True, (b"\1" * 5,))]), shape, load=load)
+    assert side.num_matched(request_of(40), 0) == (num_external, load == "async")
+
+
+def test_less_than_a_block_is_not_worth_a_load() -> None:
+    side = scheduler_side(ScriptedStore([hot(5)]))
+    assert side.num_matched(request_of(40), 36) == (0, False)
+    assert side.num_matched(request_of(40), 35) == (4, False)
+
+
+def test_a_load_is_planned_once() -> None:
+    store = ScriptedStore([hot(3)])
+    side = scheduler_side(store, prefill_tokens_per_s=80.0)
+    request = request_of()
+    assert side.num_matched(request, 8) == (16, False)
+    side.allocated(request, TABLE, 16)
+    (load,) = loads_of(side)
+    assert (load.request_id, load.begin, load.end, load.is_async, load.recompute_s) == ("r", 8, 24, False, 0.1)
+    (run,) = load.runs
+    assert (run.group, run.first, len(run.hashes), run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
+    assert loads_of(side) == ()
+    assert store.given_back == [], "until the workers have it"
+    side.step_done(WorkerReport(loaded={"r"}), ())
+    assert store.given_back == ["r"]
+
+
+def test_the_last_block_is_loaded_whole() -> None:
+    side = scheduler_side(ScriptedStore([hot(5)]))
+    request = request_of(40)
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 39)
+    (load,) = loads_of(side)
+    assert (load.begin, load.end) == (0, 40)
+
+
+def test_vllm_may_want_less_than_was_offered() -> None:
+    side = scheduler_side(ScriptedStore([hot(5)]))
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 20)
+    (load,) = loads_of(side)
+    assert (load.begin, load.end, len(load.runs[0].hashes)) == (0, 20, 3)
+
+
+def test_vllm_may_want_nothing() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 0)
+    assert loads_of(side) == ()
+    assert store.given_back == ["r"]
+
+
+def test_an_asynchronous_load_is_told_of_twice_and_ends_when_all_workers_have_it() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store, load="async")
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 40)
+    (load,) = loads_of(side)
+    assert load.is_async
+    side.allocated(request, TABLE, 0)
+    assert side.num_matched(request, 0) == (0, False)
+    side.step_done(None, ())
+    assert store.given_back == []
+    side.step_done(None, ["r"])
+    assert store.given_back == ["r"]
+    side.allocated(request, TABLE, 0)
+    assert loads_of(side) == ()
+
+
+def test_where_tokens_came_from() -> None:
+    tiers = bytes([StagedFrom.HOT, StagedFrom.DISK, StagedFrom.DISK, StagedFrom.REMOTE, 0])
+    side = scheduler_side(ScriptedStore([Staged(True, (tiers,))]))
+    request = request_of()
+    assert side.origins_of(request, 8) == {}
+    side.num_matched(request, 4)
+    side.allocated(request, TABLE, 28)
+    assert side.origins_of(request, 28) == {StagedFrom.HOT: 4, StagedFrom.DISK: 16, StagedFrom.REMOTE: 8}
+
+
+def test_a_lift_is_waited_for_and_polled_at_leisure(clock: Clock) -> None:
+    store = ScriptedStore([hot(1, is_ready=False), hot(2, is_ready=False), hot(4)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.new_request(request)
+    for _ in range(100):
+        assert side.num_matched(request, 0) == (None, False)
+    assert len(store.asked) == 1
+    clock.now += 2 * module.POLL_S
+    assert side.num_matched(request, 0) == (None, False)
+    clock.now += 2 * module.POLL_S
+    assert side.num_matched(request, 0) == (32, False)
+    assert {ticket for ticket, _, _ in store.asked} == {"r"}
+
+
+def test_patience_ends_and_what_is_there_is_taken(clock: Clock) -> None:
+    side = scheduler_side(ScriptedStore([hot(2, is_ready=False)]), tier_timeout_s=3.0)
+    request = request_of()
+    side.new_request(request)
+    clock.now += 3.0 + module.PATIENCE_MARGIN_S
+    assert side.num_matched(request, 0) == (None, False)
+    clock.now += 0.01
+    assert side.num_matched(request, 0) == (16, False)
+
+
+@pytest.mark.parametrize(("num_found", "life"), [(5, "WHOLE_OFFER_S"), (3, "PARTIAL_OFFER_S")])
+def test_old_offers_are_looked_up_again(clock: Clock, num_found: int, life: str) -> None:
+    store = ScriptedStore([hot(num_found), hot(4)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.new_request(request)
+    clock.now += getattr(module, life)
+    assert side.num_matched(request, 0) == (8 * num_found, False)
+    clock.now += 0.01
+    assert side.num_matched(request, 0) == (32, False)
+    assert store.given_back == ["r"]
+
+
+def test_a_store_that_is_away_is_asked_again_when_the_answer_is_old(clock: Clock) -> None:
+    store = ScriptedStore([None, hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    assert side.num_matched(request, 0) == (0, False)
+    clock.now += module.PARTIAL_OFFER_S + 0.01
+    assert side.num_matched(request, 0) == (40, False)
+
+
+def test_nothing_is_asked_before_the_salt_is_known() -> None:
+    store = ScriptedStore([hot(5)])
+    identity = KVIdentity(METADATA, 1, 1)
+    roots = Roots(identity)
+    side = SchedulerSide(options_of(), groups_of(Shape()), identity, store, roots)  # type: ignore[arg-type]
+    request = request_of()
+    side.new_request(request)
+    assert side.num_matched(request, 0) == (0, False)
+    assert stores_of(side, output_of([("r", TABLE, 0, 43)])) == ()
+    assert store.asked == []
+    roots.use_salt("")
+    assert side.num_matched(request, 0) == (40, False)
+
+
+def test_prompts_shorter_than_a_chunk_are_not_asked_for() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    assert side.num_matched(request_of(7), 0) == (0, False)
+    assert store.asked == []
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store, load=load)
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 40)
+    loads = loads_of(side)
+    assert stores_of(side, output_of([("r", TABLE, 40, 3)]), loads) == (), "what was loaded is stored already"
+    side.step_done(WorkerReport(loaded={"r"} if load == "sync" else set(), failed={"r"}), ["r"] if load == "async" else [])
+    assert store.given_back == ["r"]
+    for _ in range(3):
+        assert side.num_matched(request, 0) == (0, False)
+    side.allocated(request, TABLE, 0)
+    (stored,) = stores_of(side, output_of([("r", TABLE, 0, 43)]))
+    assert len(stored.runs[0].hashes) == 5
+    other = request_of(name="other")
+    assert side.num_matched(other, 0)[0] == 40, "others are not to blame"
+
+
+def test_an_engine_with_a_worker_that_is_out_is_offered_nothing() -> None:
+    side = scheduler_side(ScriptedStore([hot(5)]))
+    side.step_done(WorkerReport(is_out=True), ())
+    side.step_done(WorkerReport(), ())
+    assert side.num_matched(request_of(), 0) == (0, False)
+
+
+@pytest.mark.parametrize("state", ["waiting", "offered", "to be loaded", "loading beside", "loaded", "running"])
+def test_requests_may_end_in_every_state(state: str) -> None:
+    is_async = state == "loading beside"
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store, load="async" if is_async else "sync")
+    request = request_of()
+    if state == "waiting":
+        store.answers = [hot(1, is_ready=False)]
+    side.new_request(request)
+    if state not in ("waiting", "offered"):
+        side.num_matched(request, 0)
+        side.allocated(request, TABLE, 40)
+    if state not in ("waiting", "offered", "to be loaded"):
+        loads_of(side)
+    if state == "loaded":
+        side.step_done(WorkerReport(loaded={"r"}), ())
+    side.finished(request)
+    assert loads_of(side) == (), "its blocks are somebody else's"
+    if is_async:
+        assert store.given_back == [], "a worker may still read what was staged"
+        side.step_done(None, ["r"])
+    assert "r" in store.given_back
+    assert stores_of(side, EMPTY) == ()
+    side.step_done(WorkerReport(failed={"r"}), ())
+
+
+def test_a_request_that_nobody_knows_may_end() -> None:
+    scheduler_side(ScriptedStore([None])).finished(request_of())
+
+
+def test_chunks_are_stored_in_the_step_that_completes_them() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    (first,) = stores_of(side, output_of([("r", ([1, 2, 3],), 0, 12)]))
+    assert [(run.first, run.block_ids) for run in first.runs] == [(0, (1, 2))]
+    assert stores_of(side, output_of(again=[("r", None, 12, 1)])) == ()
+    (second,) = stores_of(side, output_of(again=[("r", ([9, 8, 7, 6],), 13, 12)]))
+    assert [(run.first, run.block_ids) for run in second.runs] == [(1, (3, 9, 8, 7))]
+
+
+def test_resumed_requests_have_new_blocks() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
+    (stored,) = stores_of(side, output_of(again=[("r", ([11, 12, 13, 14],), 0, 16)], resumed=["r"]))
+    assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
+    side = scheduler_side(ScriptedStore([None]), save_decode_cache=saves)
+    request = request_of(15)
+    side.new_request(request)
+    stores_of(side, output_of([("r", ([1, 2, 3, 4],), 0, 15)]))
+    request.append(5)
+    stored = stores_of(side, output_of(again=[("r", None, 15, 1)]))
+    assert len(stored) == (1 if saves else 0)
+
+
+def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> None:
+    """One of them may find its KV gone, and what the others compute with it is not what their chunks should hold."""
+    side = scheduler_side(ScriptedStore([hot(3)]), Shape(num_ranks=2), load="sync")
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 24)
+    loads = loads_of(side)
+    assert stores_of(side, output_of([("r", TABLE, 24, 19)]), loads) == ()
+    (stored,) = stores_of(side, output_of(again=[("r", None, 43, 1)]))
+    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)], "a step later it is known to be right"
+
+
+def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
+    side = scheduler_side(ScriptedStore([hot(3)]))
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 24)
+    loads = loads_of(side)
+    (stored,) = stores_of(side, output_of([("r", TABLE, 24, 19)]), loads)
+    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)]
+
+
+def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
+    side.lose_track()
+    assert stores_of(side, output_of(again=[("r", ([3, 4],), 7, 9)])) == ()
+    (stored,) = stores_of(side, output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]))
+    assert stored.runs[0].block_ids == (5, 6, 7, 8)
+
+
+def test_who_listens_hears_what_is_going_to_be_stored() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    heard: list[tuple[str, int]] = []
+    side.on_planned = lambda state, run: heard.append((state.request_id, len(run.hashes)))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", TABLE, 0, 43)]))
+    assert heard == [("r", 5)]
+
+
+def test_a_new_epoch_ends_what_was_known(clock: Clock) -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    old = request_of()
+    side.new_request(old)
+    side.begin_epoch()
+    assert side.num_matched(old, 0) == (0, False)
+    side.allocated(old, TABLE, 0)
+    assert store.given_back == ["r"]
+    assert stores_of(side, output_of([("r", TABLE, 0, 43)])) == ()
+    side.new_request(request_of(name="new"))
+    (_, (before,), _), (_, (after,), _) = store.asked
+    assert before.hashes != after.hashes
+
+
+def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
+    """Only steps without loads, and with enough tokens, tell of a prefill's rate."""
+    store = ScriptedStore([hot(5)])
+    side = SchedulerSide(
+        options_of(prefill_tokens_per_s=None),
+        groups_of(Shape()),
+        KVIdentity(METADATA, 1, 1),
+        store,
+        _salted(),  # type: ignore[arg-type]
+    )
+    side.new_request(request_of(name="first"))
+    stores_of(side, output_of([("first", TABLE, 0, 43)]))
+    clock.now += 0.43
+    side.step_done(None, ())
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 40)
+    (load,) = loads_of(side)
+    assert load.recompute_s == pytest.approx(CHUNK_SIZE / 100)
+
+
+def _salted() -> Roots:
+    roots = Roots(KVIdentity(METADATA, 1, 1))
+    roots.use_salt("")
+    return roots
