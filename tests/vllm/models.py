@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +108,40 @@ def made_models(home: Path) -> Path:
     Args:
         home: Where such directories are kept.
     """
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    directory = home / f"models-{digest}"
+    return made_once(home, "models", (Path(__file__),), _make_all)
+
+
+def made_once(home: Path, name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """A directory that is kept for as long as the files that make it stay the same.
+
+    Args:
+        home: Where it is kept.
+        name: What its own name begins with.
+        sources: Those files.
+        make: Fills a directory; not called when there is one already.
+    """
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    directory = home / f"{name}-{digest}"
     if directory.is_dir():
         return directory
     home.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix="models-part-", dir=home))
+    part = Path(tempfile.mkdtemp(prefix=f"{name}-part-", dir=home))
     try:
-        for seed, name in enumerate(_CONFIGS):
-            _make_model(part / name, _CONFIGS[name], seed)
-        _make_lora(part / LORA, seed=100)
-        _make_lora(part / OTHER_LORA, seed=101)
+        make(part)
         os.replace(part, directory)  # noqa: PTH105 (an empty or missing target only, which is what is wanted)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return directory
 
 
-def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+def make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Make one model.
+
+    Args:
+        directory: Made for it.
+        config: Of its `config.json`, what differs from the tiny models' common part; `torch_dtype` is also that of its file.
+        seed: Of its weights.
+    """
     directory.mkdir()
     config = _COMMON | config
     (directory / "config.json").write_text(json.dumps(config, indent=1))
@@ -133,8 +150,16 @@ def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     for name, tensor in tensors.items():
         if name.endswith("q_proj.weight"):
             tensor *= SHARPNESS
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    dtype: torch.dtype = getattr(torch, config["torch_dtype"])
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
     _make_tokenizer(directory)
+
+
+def _make_all(directory: Path) -> None:
+    for seed, name in enumerate(_CONFIGS):
+        make_model(directory / name, _CONFIGS[name], seed)
+    _make_lora(directory / LORA, seed=100)
+    _make_lora(directory / OTHER_LORA, seed=101)
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
