@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from lmcache_core.record import decode_head, decode_prefix, encode_head, payload_digest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, delete, eventually, fetch, num_chunks, put, storage
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, fill
 
 PAGE = 4096
 
@@ -33,16 +33,9 @@ def test_a_chunk_damaged_in_the_arena(world: World, load: str) -> None:
         damaged = engine.ask(ask)
         assert damaged.took_s < BOUND_S
         engine.reset()
-        eventually(lambda: heals(engine, ask), "what was damaged is stored anew")
-        engine.reset()
+        await_found(engine, ask)
         hit = engine.ask(ask)
     world.references.check([damaged, hit], [ask, ask], LLAMA)
-
-
-def heals(engine: Engine, ask: Ask) -> bool:
-    """Whether the prompt is found after one more try."""
-    engine.reset()
-    return bool(engine.ask(ask).num_cached == 3 * CHUNK_SIZE)
 
 
 def test_records_damaged_on_the_disk(world: World) -> None:
@@ -66,7 +59,7 @@ def test_records_damaged_on_the_disk(world: World) -> None:
             engine.reset()
             answers.append(engine.ask(ask))
         assert max(answer.took_s for answer in answers) < BOUND_S
-        eventually(lambda: heals(engine, ask), "what was damaged is stored anew")
+        await_found(engine, ask)
     world.references.check(answers, [ask] * 4, LLAMA)
 
 

@@ -7,8 +7,8 @@ import pytest
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, MLA, SLIDING
 from tests.vllm.references import assert_same, prompt
-from tests.vllm.sidecars import Growth, await_calm
-from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+from tests.vllm.sidecars import Growth, await_calm, eventually
+from tests.vllm.worlds import BACK_S, EITHER_LOAD, World, fill, is_found, whole_chunks
 
 MLA_BLOCK_SIZE = 16
 """The only one that vLLM has for it on every CPU."""
@@ -70,5 +70,10 @@ def test_two_workers(world: World) -> None:
     both.reset()
     answers = both.generate([branch, ask])
     assert [answer.num_cached for answer in answers] == [2 * CHUNK_SIZE, 3 * CHUNK_SIZE]
-    for answer, expected in zip([cold, hit, *answers], world.references.answers([ask, ask, branch, ask], LLAMA), strict=True):
+    sidecar.kill()
+    both.reset()
+    alone = both.ask(ask)
+    sidecar.start()
+    eventually(lambda: is_found(both, ask), "both workers find the sidecar again", BACK_S)
+    for answer, expected in zip([cold, hit, *answers, alone], world.references.answers([ask, ask, branch, ask, ask], LLAMA), strict=True):
         assert_same(answer, expected, TP_TOLERANCE)

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import SilentServer, eventually, neighbourhood
+from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
 
 
@@ -44,10 +44,11 @@ def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
         sidecar = world.sidecar(remote_url=f"lm://127.0.0.1:{silent.port}", tier_timeout_s=1.0, drain_timeout_s=0.5)
         asks = [Ask(prompt(261 + i, 1000)) for i in range(3)]
         with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
+            stored = Growth(sidecar)
             cold = [engine.ask(ask) for ask in asks]
             assert silent.num_accepted > 0, "nobody has asked it"
             assert max(answer.took_s for answer in cold) < BOUND_S
-            eventually(lambda: sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == 9, "stored in memory all the same")
+            stored.reaches(9)
             engine.reset()
             hits = [engine.ask(ask) for ask in asks]
             assert [answer.num_cached for answer in hits] == [3 * CHUNK_SIZE] * 3

@@ -6,28 +6,16 @@ import threading
 
 import pytest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import prompt
 from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
-from tests.vllm.sidecars import eventually, num_chunks
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
+from tests.vllm.sidecars import eventually
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, fill
 
 LOAD_POINTS = [("Stage", BEFORE), ("Stage", AFTER), ("Pin", BEFORE), ("Pin", AFTER), ("Release", BEFORE), ("Release", AFTER)]
 STORE_POINTS = [("Reserve", BEFORE), ("Reserve", AFTER), ("Commit", BEFORE), ("Commit", AFTER)]
-
-
-def come_back(engine: Engine, sidecar: Service, ask: Ask) -> None:
-    """Wait until the engine stores and finds again."""
-
-    def is_found() -> bool:
-        engine.ask(ask)
-        engine.reset()
-        return num_chunks(sidecar) > 0 and engine.ask(ask).num_cached == CHUNK_SIZE
-
-    eventually(is_found, "the engine does not find the sidecar again")
-    engine.reset()
 
 
 @EITHER_LOAD
@@ -37,7 +25,7 @@ def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch, loa
     asks, answers = [], []
     with running_engine(world.options(lmcache_load=load)) as engine:
         for number, (message, when) in enumerate(LOAD_POINTS):
-            ask = Ask(prompt(60 + number, 1000))
+            ask, other = Ask(prompt(60 + number, 1000)), Ask(prompt(80 + number, 300))
             fill(engine, sidecar, ask)
             with Sabotage(monkeypatch, message, when, sidecar.kill) as sabotage:
                 answer = engine.ask(ask)
@@ -47,7 +35,7 @@ def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch, loa
             answers.append(answer)
             engine.reset()
             sidecar.start()
-            come_back(engine, sidecar, Ask(prompt(80 + number, 300)))
+            await_found(engine, other)
     world.references.check(answers, asks, LLAMA)
 
 
@@ -56,7 +44,6 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
     sidecar = world.sidecar()
     asks, answers = [], []
     with running_engine(world.options()) as engine:
-        come_back(engine, sidecar, Ask(prompt(99, 300)))
         for number, (message, when) in enumerate(STORE_POINTS):
             ask = Ask(prompt(100 + number, 1000))
             with Sabotage(monkeypatch, message, when, sidecar.kill) as sabotage:
@@ -68,85 +55,112 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
             answers.append(engine.ask(ask))
             asks += [ask, ask]
             sidecar.start()
-            come_back(engine, sidecar, Ask(prompt(120 + number, 300)))
+            await_found(engine, ask)
             answers.append(engine.ask(ask))
             asks.append(ask)
     world.references.check(answers, asks, LLAMA)
 
 
-@EITHER_LOAD
-@pytest.mark.timeout(300)
-def test_frozen_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
-    """It holds its sockets open and answers nobody, and comes to itself later."""
+@pytest.mark.parametrize(
+    ("load", "message", "when"),
+    [
+        ("sync", "Stage", BEFORE),
+        ("sync", "Pin", BEFORE),
+        ("async", "Pin", BEFORE),
+        ("async", "Release", BEFORE),
+        ("sync", "Reserve", BEFORE),
+        ("sync", "Commit", BEFORE),
+    ],
+)
+def test_frozen_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch, load: str, message: str, when: str) -> None:
+    """It holds its sockets open and answers nobody: one request waits a bounded time, those after it do not wait; later it is back."""
     sidecar = world.sidecar()
-    asks, answers = [], []
-    with running_engine(world.options(lmcache_load=load)) as engine:
-        for number, (message, when) in enumerate(
-            [("Stage", BEFORE), ("Pin", BEFORE), ("Pin", AFTER), ("Reserve", BEFORE), ("Commit", BEFORE)]
-        ):
-            ask = Ask(prompt(140 + number, 1000))
-            if message in ("Stage", "Pin"):
-                fill(engine, sidecar, ask)
-            with Sabotage(monkeypatch, message, when, sidecar.freeze) as sabotage:
-                answers.append(engine.ask(ask))
-                eventually(lambda: sabotage.has_happened, f"{message} was not said")
-            assert answers[-1].took_s < BOUND_S, f"{when} {message}"
-            engine.reset()
-            answers.append(engine.ask(ask))
-            assert answers[-1].took_s < BOUND_S, f"after {message}"
-            asks += [ask, ask]
-            sidecar.thaw()
-            engine.reset()
-            come_back(engine, sidecar, Ask(prompt(160 + number, 300)))
-    world.references.check(answers, asks, LLAMA)
+    ask, others = Ask(prompt(140, 1000)), [Ask(prompt(141 + i, 600)) for i in range(3)]
+    with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
+        if message not in ("Reserve", "Commit"):
+            fill(engine, sidecar, ask)
+        with Sabotage(monkeypatch, message, when, sidecar.freeze) as sabotage:
+            frozen = engine.ask(ask)
+            eventually(lambda: sabotage.has_happened, f"{message} was not said")
+        assert frozen.took_s < BOUND_S
+        meanwhile = [engine.ask(other) for other in others]
+        assert sum(answer.took_s for answer in meanwhile) < BOUND_S
+        sidecar.thaw()
+        engine.reset()
+        await_found(engine, ask)
+        hit = engine.ask(ask)
+    world.references.check([frozen, *meanwhile, hit], [ask, *others, ask], LLAMA)
+
+
+class Trouble:
+    """A sidecar that is killed and started again, at no chosen moment, by a thread of its own.
+
+    Args:
+        sidecar: It runs, and will at the end.
+    """
+
+    def __init__(self, sidecar: Service) -> None:
+        self._sidecar = sidecar
+        self._is_over = threading.Event()
+        self._is_quiet = threading.Event()
+        self._may_end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.num_kills = 0
+
+    def __enter__(self) -> Trouble:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._may_end.set()
+        self._thread.join()
+
+    def calm_down(self) -> None:
+        """No more kills. The thread lives on: its children would not outlive it."""
+        self._is_over.set()
+        assert self._is_quiet.wait(60.0), "the sidecar does not start"
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.5):
+            self._sidecar.kill()
+            self._sidecar.start()
+            self.num_kills += 1
+        self._is_quiet.set()
+        self._may_end.wait()
 
 
 @EITHER_LOAD
 def test_killed_and_restarted_again_and_again(world: World, load: str) -> None:
-    """While requests come and go: a killer beside the engine, at no chosen point."""
-    disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5}
-    sidecar = world.sidecar(**disk)
+    """While requests come and go."""
+    sidecar = world.sidecar(disk_path=world.owner.directory / "disk", disk_gb=0.5)
     asks = [Ask(prompt(180 + i, 700 + 100 * i)) for i in range(4)]
-    is_over = threading.Event()
-
-    def trouble() -> None:
-        while not is_over.wait(0.7):
-            sidecar.kill()
-            sidecar.start()
-
-    with running_engine(world.options(lmcache_load=load)) as engine:
-        killer = threading.Thread(target=trouble)
-        killer.start()
-        try:
-            answers = []
-            for _ in range(8):
-                answers += engine.generate(asks)
-                engine.reset()
-        finally:
-            is_over.set()
-            killer.join()
-        assert max(answer.took_s for answer in answers) < 4 * BOUND_S
-        eventually(lambda: engine.ask(asks[0]).num_cached >= 0 and num_chunks(sidecar) > 0, "it is back")
-    world.references.check(answers, asks * 8, LLAMA)
+    with running_engine(world.options(lmcache_load=load)) as engine, Trouble(sidecar) as trouble:
+        answers = []
+        while trouble.num_kills < 4 or len(answers) < 20:
+            answers += engine.generate(asks)
+            engine.reset()
+        trouble.calm_down()
+        assert max(answer.took_s for answer in answers) < 2 * BOUND_S
+        await_found(engine, asks[3])
+    world.references.check(answers, asks * (len(answers) // 4), LLAMA)
 
 
-def test_a_restarted_sidecar_serves_what_is_on_its_disk(world: World) -> None:
-    disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5}
+@pytest.mark.parametrize("place", ["arena", "disk"])
+def test_a_restarted_sidecar_serves_what_is_left(world: World, place: str) -> None:
+    disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5} if place == "disk" else {}
     sidecar = world.sidecar(**disk)
     ask = Ask(prompt(190, 1000))
     with running_engine(world.options()) as engine:
         fill(engine, sidecar, ask)
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()
-        sidecar.start(arena_path=world.owner.directory / "another-arena")
-        eventually(lambda: num_chunks(sidecar, "LocalDiskBackend") >= 3, "the disk has been read")
-
-        def is_found() -> bool:
-            engine.reset()
-            return engine.ask(ask).num_cached == 3 * CHUNK_SIZE
-
-        eventually(is_found, "the engine finds what is on the disk")
-        engine.reset()
+        if place == "disk":
+            sidecar.start(arena_path=world.owner.directory / "another-arena")
+        else:
+            sidecar.start()
+        await_found(engine, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
+        assert engine.metrics()["vllm:lmcache_stored_chunks"] == 3, "it was stored anew instead"
     world.references.check([hit], [ask], LLAMA)

@@ -10,13 +10,16 @@ import pytest
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, engine_options, transfer_config
 from tests.vllm.models import LLAMA
-from tests.vllm.processes import Owner, Service
+from tests.vllm.processes import EngineProcess, Owner, Service
 from tests.vllm.references import References
-from tests.vllm.sidecars import Growth, sidecar, socket_of
+from tests.vllm.sidecars import Growth, eventually, sidecar, socket_of
 
 BOUND_S = 12.0
 """No request of a test may last longer, whatever happens to the cache. Most take a tenth of a second; two waits on a sidecar that hangs
 are four seconds, and the machine is busy."""
+
+BACK_S = 40.0
+"""So long may an engine not notice that its sidecar is back: it has made callers wait, and is avoided for a multiple of that."""
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
@@ -71,4 +74,16 @@ def fill(engine: Engine, service: Service, ask: Ask) -> None:
     stored = Growth(service)
     assert engine.ask(ask).num_cached == 0
     stored.reaches(whole_chunks(len(ask.tokens)))
+    engine.reset()
+
+
+def is_found(engine: Engine | EngineProcess, ask: Ask) -> bool:
+    """Whether all chunks of a prompt are found; it is computed, and stored, if they are not."""
+    engine.reset()
+    return engine.ask(ask).num_cached >= whole_chunks(len(ask.tokens)) * CHUNK_SIZE
+
+
+def await_found(engine: Engine, ask: Ask, timeout_s: float = BACK_S) -> None:
+    """Ask until all chunks of a prompt are found, then let vLLM forget it again."""
+    eventually(lambda: is_found(engine, ask), "the engine does not find what it has stored", timeout_s)
     engine.reset()
