@@ -1,0 +1,307 @@
+"""A worker's side: chunks between vLLM's blocks and a chunk store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from lmcache_core.engine import ChunkStore
+from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.engine.stores import create_chunk_store
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.identity import KVIdentity
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
+from lmcache_core.integrations.vllm.worker import WorkerSide
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, Counters
+
+from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Shape, window
+from tests.fixtures.vllm_engine.memory import POISON, RankMemory
+from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, options_of
+from tests.fixtures.vllm_engine.shapes import HND, LATENT_4D, PACKED
+from tests.fixtures.vllm_engine.stores import ForgingStore, RaisingStore, RecordingStore
+
+HASHES = tuple(hashlib.sha256(bytes([i])).digest() for i in range(5))
+BLOCKS, OTHER_BLOCKS = (5, 3, 9, 4, 6, 8), (20, 19, 30, 31, 12, 11)
+PATIENCE_S = 10.0
+
+
+@dataclass
+class Rank:
+    """A worker's side and vLLM's memory behind it."""
+
+    side: WorkerSide
+    memory: RankMemory
+    counters: Counters
+    width: int
+
+    def fill(self, blocks: tuple[int, ...], group: int = 0, base: float = 0.0) -> None:
+        """Give every token of these blocks, and every layer, other numbers."""
+        for layer in range(2):
+            cells = torch.arange(4 * len(blocks) * self.width, dtype=torch.float32).view(-1, self.width) + base + 10_000 * layer
+            self.memory.write(group, layer, *slots(blocks), cells)
+
+    def read(self, blocks: tuple[int, ...], group: int = 0) -> torch.Tensor:
+        return torch.stack([self.memory.read(group, layer, *slots(blocks)) for layer in range(2)])
+
+    def run(self, plan: StepPlan) -> tuple[set[str], set[str], set[int], Any]:
+        """One step of a runner; received, failed, bad blocks, report."""
+        self.side.begin_loads(plan)
+        self.side.store(plan)
+        received, failed = self.side.take_received()
+        return received, failed, self.side.take_bad_blocks(), self.side.take_report()
+
+
+def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(4 * len(blocks))
+    return torch.tensor(blocks)[places // 4], places % 4
+
+
+def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0) -> StepPlan:
+    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),)),))
+
+
+def loading(blocks: tuple[int, ...], begin: int, end: int, is_async: bool = False, group: int = 0, first: int = 0) -> StepPlan:
+    return StepPlan((Load("r", begin, end, (run_of(blocks, group, first),), is_async),))
+
+
+def run_of(blocks: tuple[int, ...], group: int = 0, first: int = 0) -> ChunkRun:
+    return ChunkRun(group, first, HASHES[first : first + len(blocks) // 2], blocks)
+
+
+@pytest.fixture
+def store() -> Iterator[ChunkStore]:
+    allocator = HostMemoryAllocator(1 << 20)
+    made = create_chunk_store(options_of().engine, METADATA, allocator, Counters())
+    made.open(lambda salt: None)
+    yield made
+    made._hot.check_integrity()  # type: ignore[attr-defined]
+    made.close()
+    assert allocator.used_bytes == 0, "a reference was not given back"
+
+
+@pytest.fixture
+def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
+    with contextlib.ExitStack() as opened:
+
+        def make(shape: Shape = PLAIN, number: int = 0, wrap: Any = None, registers: bool = True, **options: Any) -> Rank:
+            counters = Counters()
+            identity = KVIdentity(replace(METADATA, world_size=shape.num_ranks), shape.num_ranks // shape.replicas, shape.replicas)
+            inner = store if wrap is None else wrap(store)
+            guard = DegradingGuard(counters, raised=())
+            side = WorkerSide(options_of(**options), groups_of(shape), identity, number, inner, counters, guard)
+            opened.callback(side.close)
+            memory = RankMemory(shape)
+            if registers:
+                side.register(memory.by_name, shape.num_blocks)
+            heads, sides, size = shape.cell_shape
+            return Rank(side, memory, counters, heads * sides * size)
+
+        yield make
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("blocks", Shape()),
+        ("tokens", Shape(layout=HND)),
+        ("blocks", Shape((MLA,), layout=PACKED)),
+        ("tokens", Shape((MLA,), layout=LATENT_4D)),
+    ],
+    ids=["blocks", "tokens", "latent blocks", "latent tokens"],
+)
+
+
+@LAYOUTS
+def test_what_is_stored_is_loaded_into_other_blocks(rank: Callable[..., Rank], layout: str, shape: Shape) -> None:
+    here, there = rank(shape, layout=layout), rank(shape, layout=layout)
+    here.fill(BLOCKS)
+    *_, report = here.run(storing())
+    assert report.stored == {(0, digest): 1 for digest in HASHES[:3]}
+    assert there.run(loading(OTHER_BLOCKS, 0, 24))[:3] == (set(), set(), set())
+    assert torch.equal(there.read(OTHER_BLOCKS), here.read(BLOCKS))
+    assert there.counters.value(RETRIEVED_TOKENS_TOTAL) == 24
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("begin", "end"), [(4, 24), (8, 20), (12, 16), (20, 24)])
+def test_only_the_blocks_that_are_wanted_are_written(rank: Callable[..., Rank], layout: str, shape: Shape, begin: int, end: int) -> None:
+    """vLLM has the tokens in front itself, maybe in blocks that others use too."""
+    here, there = rank(shape, layout=layout), rank(shape, layout=layout)
+    here.fill(BLOCKS)
+    here.run(storing())
+    there.run(loading(OTHER_BLOCKS, begin, end))
+    got, stored = there.read(OTHER_BLOCKS), here.read(BLOCKS)
+    assert torch.equal(got[:, begin:end], stored[:, begin:end])
+    assert (got[:, :begin] == POISON).all()
+    assert (got[:, end:] == POISON).all()
+
+
+def test_registering_leaves_vllms_memory_as_it_was(rank: Callable[..., Rank]) -> None:
+    assert all((tensor == POISON).all() for tensor in rank().memory.by_name.values())
+
+
+def test_a_chunk_that_is_there_is_not_stored_again(rank: Callable[..., Rank]) -> None:
+    here = rank()
+    here.fill(BLOCKS)
+    here.run(storing(BLOCKS[:4]))
+    *_, report = here.run(storing())
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
+    assert len(report.stored) == 3, "that it is there is news to whoever listens to events"
+
+
+def test_of_ranks_that_hold_the_same_the_first_stores(rank: Callable[..., Rank]) -> None:
+    shape = Shape((MLA,), num_ranks=2, replicas=2)
+    second = rank(shape, 1)
+    assert second.run(storing())[3] is None
+    first = rank(shape, 0)
+    first.fill(BLOCKS)
+    first.run(storing())
+    assert second.run(loading(OTHER_BLOCKS, 0, 24))[2] == set()
+    assert torch.equal(second.read(OTHER_BLOCKS), first.read(BLOCKS))
+
+
+def test_ranks_have_chunks_of_their_own(rank: Callable[..., Rank]) -> None:
+    shape = Shape(num_ranks=2)
+    first, second = rank(shape, 0), rank(shape, 1)
+    first.fill(BLOCKS)
+    first.run(storing())
+    assert second.run(loading(OTHER_BLOCKS, 0, 24))[2] == set(OTHER_BLOCKS)
+    second.fill(BLOCKS, base=0.5)
+    second.run(storing())
+    second.run(loading(OTHER_BLOCKS, 0, 24))
+    assert torch.equal(second.read(OTHER_BLOCKS), second.read(BLOCKS))
+
+
+@pytest.mark.parametrize(("begin", "bad"), [(0, OTHER_BLOCKS[4:]), (20, OTHER_BLOCKS[5:])])
+def test_blocks_behind_the_first_missing_chunk_are_bad(rank: Callable[..., Rank], begin: int, bad: tuple[int, ...]) -> None:
+    here = rank()
+    here.fill(BLOCKS)
+    here.run(storing(BLOCKS[:4]))
+    _, _, blocks, report = here.run(loading(OTHER_BLOCKS, begin, 24))
+    assert blocks == set(bad)
+    assert (report.failed, report.loaded) == ({"r"}, {"r"})
+    assert here.run(StepPlan())[2:] == (set(), None), "it is said once"
+
+
+def test_a_damaged_chunk_is_a_missing_one(rank: Callable[..., Rank], store: Any) -> None:
+    here = rank(verify_hot="always")
+    here.fill(BLOCKS)
+    here.run(storing())
+    (key,) = [key for key in list(store._hot.keys()) if key.key.chunk_hash == HASHES[1].hex()]
+    (chunk,) = store._hot.get_many([key])
+    chunk.memory.byte_array[0] ^= 1
+    chunk.release()
+    assert here.run(loading(OTHER_BLOCKS, 0, 24))[2] == set(OTHER_BLOCKS[2:])
+
+
+@pytest.mark.parametrize("groups", [(FULL, window(6)), (window(6),)], ids=["hybrid", "windowed"])
+def test_where_blocks_do_not_tell_the_request_is_named(rank: Callable[..., Rank], groups: tuple[GroupShape, ...]) -> None:
+    here = rank(Shape(groups))
+    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24, is_async=True))
+    received: set[str] = set()
+    failed: set[str] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not received:
+        assert time.monotonic() < deadline
+        received, failed = here.side.take_received()
+    assert (received, failed) == ({"r"}, {"r"})
+    assert here.side.take_bad_blocks() == set()
+    assert here.side.take_report().failed == {"r"}  # type: ignore[union-attr]
+
+
+def test_nothing_is_stored_of_a_step_whose_load_failed(rank: Callable[..., Rank]) -> None:
+    here = rank()
+    here.fill(BLOCKS)
+    plan = StepPlan(loading(OTHER_BLOCKS, 0, 24).loads, storing().stores)
+    assert here.run(plan)[3].stored == {}
+    assert len(here.run(storing())[3].stored) == 3
+
+
+def test_groups_do_not_mix(rank: Callable[..., Rank]) -> None:
+    """They have chunk hashes in common, and memory."""
+    here = rank(Shape((FULL, window(20))))
+    here.fill(BLOCKS)
+    here.run(storing())
+    here.fill((7, 8), group=1, base=0.5)
+    here.run(storing((7, 8), group=1))
+    here.run(StepPlan((Load("r", 0, 8, (run_of((20, 21), 0), run_of((22, 23), 1)), False),)))
+    assert torch.equal(here.read((20, 21)), here.read(BLOCKS[:2]))
+    assert torch.equal(here.read((22, 23), 1), here.read((7, 8), 1))
+
+
+def test_blocks_in_front_of_a_window_are_none(rank: Callable[..., Rank]) -> None:
+    here = rank(Shape((window(6),)))
+    here.fill(BLOCKS)
+    here.run(storing())
+    here.run(loading((0, 20, 21, 22), 8, 24, first=1))
+    assert torch.equal(here.read((20, 21, 22)), here.read(BLOCKS[3:]))
+    assert (here.read((0,)) == POISON).all()
+
+
+def test_a_load_without_blocks_is_refused(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM gives a block for everything that it wants loaded; if it once does not, its null block is not written to."""
+    here = rank()
+    here.fill(BLOCKS)
+    here.run(storing())
+    assert here.run(loading((20, 21, 0, 22), 0, 16))[2] == {20, 21, 22}
+    assert (here.read((0, 20, 21, 22)) == POISON).all()
+    assert "no block" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_worker_without_memory_refuses_and_says_that_it_is_out(rank: Callable[..., Rank], is_async: bool) -> None:
+    here = rank(registers=False)
+    received, failed, bad, report = here.run(loading(OTHER_BLOCKS, 0, 24, is_async))
+    assert bad == set(OTHER_BLOCKS)
+    assert (received, failed) == (({"r"}, {"r"}) if is_async else (set(), set()))
+    assert report.is_out
+    assert here.run(storing())[3].stored == {}
+    assert here.run(StepPlan())[3].is_out, "it is said in every step"
+
+
+@pytest.mark.parametrize("method", ["get", "lookup", "reserve", "put"])
+def test_what_a_store_raises_ends_here(rank: Callable[..., Rank], method: str) -> None:
+    stores: list[RaisingStore] = []
+
+    def wrap(store: ChunkStore) -> RaisingStore:
+        stores.append(RaisingStore(store, [method]))
+        return stores[-1]
+
+    here = rank(wrap=wrap)
+    here.fill(BLOCKS)
+    here.run(storing(BLOCKS[:2]))
+    stores[0].is_armed = True
+    bad = here.run(loading(OTHER_BLOCKS[:2], 0, 8))[2]
+    assert bad == (set(OTHER_BLOCKS[:2]) if method == "get" else set())
+    here.run(storing(BLOCKS[:4]))
+    assert here.counters.value(FAILED_CALLS_TOTAL) == stores[0].num_raised == 1
+    stores[0].is_armed = False
+    assert len(here.run(storing(BLOCKS[:4]))[3].stored) == 2
+
+
+def test_a_canary_that_comes_back_otherwise(rank: Callable[..., Rank]) -> None:
+    def wrap(store: ChunkStore) -> ForgingStore:
+        forging = ForgingStore(store, lambda payload: bytes(len(payload)))
+        forging.is_armed = True
+        return forging
+
+    with pytest.raises(LayoutError, match="canary"):
+        rank(wrap=wrap)
+
+
+def test_a_store_that_is_full_does_not_keep_a_worker_out(rank: Callable[..., Rank]) -> None:
+    class Full(RecordingStore):
+        def reserve(self, shapes: Any, dtype: str) -> list[None]:
+            return [None] * len(shapes)
+
+    here = rank(wrap=Full)
+    here.fill(BLOCKS)
+    *_, report = here.run(storing())
+    assert report is None
