@@ -224,6 +224,19 @@ def test_nothing_is_stored_of_a_step_whose_load_failed(rank: Callable[..., Rank]
     assert len(here.run(storing())[3].stored) == 3
 
 
+def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., Rank]) -> None:
+    """With speculative decoding a runner asks for the blocks first, and ends the step with the stores."""
+    here = rank()
+    here.fill(BLOCKS)
+    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24))
+    assert here.side.take_bad_blocks() == set(OTHER_BLOCKS)
+    assert here.side.take_report() is not None
+    here.side.store(storing())
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
+    here.run(storing())
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
+
+
 def test_groups_do_not_mix(rank: Callable[..., Rank]) -> None:
     """They have chunk hashes in common, and memory."""
     here = rank(Shape((FULL, window(20))))

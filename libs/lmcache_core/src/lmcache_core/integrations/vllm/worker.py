@@ -71,7 +71,7 @@ class WorkerSide:
         self._loads = LoadThread(self._load, self._refused)
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
-        self._failed: set[str] = set()
+        self._is_step_spoiled = False
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
@@ -110,17 +110,23 @@ class WorkerSide:
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Do the loads that this step waits for, begin the others."""
+        self._is_step_spoiled = False
         for load in plan.loads:
             if load.is_async and self._lanes:
                 self._loads.submit(load)
             elif load.is_async:
                 self._loads.refuse(load)
             else:
-                self._sync_results.append(self._load(load))
+                result = self._load(load)
+                self._sync_results.append(result)
+                self._is_step_spoiled |= not result.is_good
 
     def store(self, plan: StepPlan) -> None:
-        """Copy out what the step has completed; vLLM may use its blocks for something else when this returns."""
-        if any(not result.is_good for result in self._sync_results) or not self._stores or not self._lanes:
+        """Copy out what the step has completed; vLLM may use its blocks for something else when this returns.
+
+        With speculative decoding this is called behind `take_bad_blocks`: the draft model writes KV as well.
+        """
+        if self._is_step_spoiled or not self._stores or not self._lanes:
             return  # what was computed behind KV that is not there is nobody's KV
         with self._guard("store"), torch.inference_mode():
             for store in plan.stores:
