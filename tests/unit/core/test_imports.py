@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.fixtures.sidecar import running_socket
+
+ROOT = Path(__file__).resolve().parents[3]
 
 TORCH_FREE = (
     *("errors", "config", "keys", "record", "wire", "lookup", "p2p", "security", "telemetry"),
@@ -16,7 +21,11 @@ NOT_IN_A_SERVING_PROCESS = {"sortedcontainers", "httpx", "redis", "pydantic", "f
 
 def modules_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after the statement."""
-    code = f"{statement}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    return words_of(f"{statement}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))")
+
+
+def words_of(code: str) -> set[str]:
+    """What a fresh interpreter prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
@@ -29,6 +38,39 @@ def test_the_base_imports_no_torch(package: str) -> None:
 def test_storage_parts_of_a_service_import_no_torch() -> None:
     statement = "import lmcache_core.storage.stack, lmcache_core.storage.disk, lmcache_core.storage.remote.lm, lmcache_core.storage.peer"
     assert "torch" not in modules_after(statement)
+
+
+RUN_IN_VLLM = """
+import sys
+from pathlib import Path
+
+sys.path.append({root!r})
+bare = set(sys.modules)
+from tests.fixtures.vllm_engine import running
+from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
+from tests.fixtures.fake_vllm import imported_connector
+
+with imported_connector() as module:
+    loaded = set(sys.modules)
+    with running(module, make_model(Path({directory!r})), beside({socket!r})) as engine:
+        for _ in range(2):
+            hit = engine.ask(prompt(1, 43))
+            engine.forget()
+        assert engine.tally(hit).num_external == 40, "the connector was not at work"
+        loaded |= set(sys.modules)
+print(*sorted({{name.partition(".")[0] for name in loaded - bare}}))
+"""
+IN_A_VLLM_PROCESS = {"torch", "numpy", "msgspec", "xxhash", "lmcache_core", "lmcache_kernels", "vllm", "prometheus_client", "tests"}
+WHAT_THESE_BRING = "import torch, numpy, msgspec, xxhash, prometheus_client"
+
+
+def test_a_connector_at_a_sidecar_imports_only_what_vllm_brings(tmp_path: Path) -> None:
+    """Loads and stores included: what is imported late counts as well."""
+    with running_socket(tmp_path) as sidecar:
+        loaded = words_of(RUN_IN_VLLM.format(root=str(ROOT), directory=str(tmp_path), socket=str(sidecar.path)))
+    assert loaded >= {"torch", "msgspec", "lmcache_core", "vllm"}
+    ours = loaded - set(sys.stdlib_module_names) - IN_A_VLLM_PROCESS
+    assert ours - modules_after(WHAT_THESE_BRING) == set()
 
 
 def test_an_engine_at_a_sidecar_imports_only_what_a_serving_process_brings() -> None:

@@ -1,0 +1,155 @@
+"""vLLM's interface: what is refused at the start, what is only logged, and what each side answers to calls of the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.integrations.vllm.plan import StepPlan
+
+from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
+from tests.fixtures.vllm_engine import FULL, Shape, running, window
+from tests.fixtures.vllm_engine.memory import RankMemory
+from tests.fixtures.vllm_engine.parts import output_of, request_of
+from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
+from tests.fixtures.vllm_engine.worlds import beside, embedded, prompt
+
+PLAIN = Shape()
+
+
+def connector_of(
+    module: ModuleType, model: Path, extra: dict[str, Any], role: str = "SCHEDULER", shape: Shape = PLAIN, **options: Any
+) -> Any:
+    config = vllm_config(shape, model, extra, 0, **options)
+    return module.LMCacheConnector(config, module.base.KVConnectorRole[role], kv_cache_config(shape))
+
+
+def test_it_is_found_by_the_packages_name(module: ModuleType) -> None:
+    import lmcache_core.integrations.vllm as package
+
+    assert package.LMCacheConnector is module.LMCacheConnector
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        _ = package.Other
+
+
+@pytest.mark.parametrize(("release", "has_groups"), [(NEW, True), (OLD, False)])
+def test_several_groups_are_taken_where_a_failed_load_of_theirs_can_be_told(release: str, has_groups: bool) -> None:
+    with imported_connector(release) as module:
+        assert issubclass(module.LMCacheConnector, module.base.SupportsHMA) is has_groups
+
+
+@pytest.mark.parametrize(
+    ("extra", "shape", "error", "complaint"),
+    [
+        (embedded(chunk_size=10), PLAIN, ValueError, r"chunk_size=10 .*block size 4: set \"lmcache.chunk_size\" to 12"),
+        (embedded(load="never"), PLAIN, ConfigError, "load='never'"),
+        ({}, PLAIN, ConfigError, "no place for KV"),
+        (embedded(), Shape(num_ranks=2), ConfigError, "serves one worker, not 2: run a sidecar"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    module: ModuleType, model: Path, extra: dict[str, Any], shape: Shape, error: type[Exception], complaint: str
+) -> None:
+    for role in ("SCHEDULER", "WORKER"):
+        with pytest.raises(error, match=complaint):
+            connector_of(module, model, extra, role, shape)
+
+
+def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every call answers as if there were no cache."""
+    config, caches = vllm_config(PLAIN, model, embedded(), 0), kv_cache_config(PLAIN)
+    caches.kv_cache_groups[0].kv_cache_spec = type("MambaSpec", (SimpleNamespace,), {})(block_size=4)
+    for role in module.base.KVConnectorRole:
+        connector = module.LMCacheConnector(config, role, caches)
+        request = request_of()
+        connector.on_new_request(request)
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([],)), 0)
+        assert connector.build_connector_meta(output_of()) == StepPlan()
+        connector.register_kv_caches(RankMemory(PLAIN).by_name)
+        connector.bind_connector_metadata(StepPlan())
+        connector.start_load_kv(None)
+        connector.wait_for_layer_load("layer")
+        connector.save_kv_layer("layer", None, None)
+        connector.wait_for_save()
+        assert connector.get_transfer_results(set()).finished_recving == set()
+        assert connector.get_finished(set()) == (None, None)
+        assert connector.get_block_ids_with_load_errors() == set()
+        assert connector.build_connector_worker_meta() is None
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
+        assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+        assert list(connector.take_events()) == []
+        assert connector.get_kv_connector_stats() is None
+        assert connector.reset_cache()
+        connector.shutdown()
+    assert caplog.text.count("served without the cache") == 2
+
+
+@pytest.mark.parametrize(("policy", "is_warned"), [("recompute", False), ("fail", True)])
+def test_the_policy_that_ends_requests_is_warned_of(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, policy: str, is_warned: bool
+) -> None:
+    connector_of(module, model, embedded(), policy=policy).shutdown()
+    assert ("kv_load_failure_policy" in caplog.text) == is_warned
+
+
+def test_a_cache_inside_vllm_that_the_worker_does_not_reach(module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM with processes of their own: the worker comes first where both are in one."""
+    connector_of(module, model, embedded(), engine_id="alone").shutdown()
+    assert "runs in another process" in caplog.text
+    caplog.clear()
+    worker = connector_of(module, model, embedded(), "WORKER", engine_id="together")
+    connector_of(module, model, embedded(), engine_id="together").shutdown()
+    worker.shutdown()
+    assert "another process" not in caplog.text
+
+
+def test_losing_a_store_is_no_loss_of_a_request(module: ModuleType, model: Path) -> None:
+    connector = connector_of(module, model, embedded())
+    assert connector.requires_kv_delivery is False
+    connector.shutdown()
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("name", ["kv_cache_layout", "lmcache.kv_cache_layout"])
+def test_a_layout_is_asked_for(module: ModuleType, model: Path, name: str) -> None:
+    connector = module.LMCacheConnector
+    assert connector.get_required_kvcache_layout(vllm_config(PLAIN, model, embedded(), 0)) is None
+    assert connector.get_required_kvcache_layout(vllm_config(PLAIN, model, {name: "BLHNC"}, 0)) == "BLHNC"
+
+
+def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path) -> None:
+    """As 0.27 has it in steps without a forward pass."""
+    worker = connector_of(module, model, embedded(), "WORKER")
+    worker.register_kv_caches(RankMemory(PLAIN).by_name)
+    worker.wait_for_save()
+    worker.shutdown()
+
+
+def test_vllm_starts_without_a_sidecar(module: ModuleType, model: Path, tmp_path: Path) -> None:
+    with running(module, model, beside(tmp_path / "s.sock"), shape=Shape((FULL, window(6)), num_ranks=2)) as engine:
+        assert engine.tally(engine.ask(prompt(1, 43), 3)).num_loads == 0
+
+
+def test_figures_are_handed_over(module: ModuleType, model: Path) -> None:
+    with running(module, model, embedded()) as engine:
+        engine.ask(prompt(1, 43))
+        engine.forget()
+        worker = engine.workers[0].connector
+        worker.get_kv_connector_stats()
+        request = engine.add(prompt(1, 43))
+        told: dict[str, int] = {}
+        take = worker.get_kv_connector_stats
+
+        def listen() -> Any:
+            stats = take()
+            told.update({} if stats is None else stats.reduce())
+            return stats
+
+        worker.get_kv_connector_stats = listen
+        engine.run()
+        assert engine.tally(request).num_loads == 1
+    assert (told["retrieved_tokens"], told["retrieved_chunks"]) == (40, 5)

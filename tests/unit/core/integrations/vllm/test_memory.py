@@ -1,0 +1,121 @@
+"""vLLM's KV tensors: every layout it has, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
+from lmcache_core.integrations.vllm.memory import BlockMemory, memory_of
+
+from tests.fixtures.vllm_engine import FULL, MLA, Shape
+from tests.fixtures.vllm_engine.memory import RankMemory
+from tests.fixtures.vllm_engine.parts import groups_of
+from tests.fixtures.vllm_engine.shapes import BLOCK_FIRST, HEAD_SIZE, HND, KV_FIRST, LATENT_3D, LATENT_4D, LATENT_SIZE, NHD, PACKED
+
+BLOCK_BYTES = 2 * HEAD_SIZE * 2 * 4 * 4
+
+
+def registered(shape: Shape) -> dict[str, torch.Tensor]:
+    return RankMemory(shape).by_name
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        ("blocks", Shape(layout=PACKED)),
+        ("blocks", Shape(layout=BLOCK_FIRST)),
+        ("blocks", Shape((MLA,))),
+        *(("tokens", Shape(layout=layout)) for layout in (HND, NHD, BLOCK_FIRST, KV_FIRST)),
+        ("tokens", Shape((MLA,), layout=LATENT_3D)),
+        ("tokens", Shape((MLA,), layout=LATENT_4D)),
+    ],
+)
+def test_every_layout_passes_the_canary(mode: str, shape: Shape) -> None:
+    (group,) = groups_of(shape)
+    memory = memory_of(group, registered(shape), shape.num_blocks, mode)
+    assert memory.unit_tokens == (shape.block_size if mode == "blocks" else 1)
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+
+
+@pytest.mark.parametrize(("mode", "layout"), [("tokens", HND), ("tokens", BLOCK_FIRST), ("blocks", PACKED)])
+def test_blocks_that_do_not_follow_one_another(mode: str, layout: str) -> None:
+    """Several layers in one allocation, the block outermost: each layer's blocks lie apart."""
+    shape = Shape(layout=layout)
+    (group,) = groups_of(shape)
+    plain = registered(shape)
+    names = list(plain)
+    whole = torch.zeros(shape.num_blocks, len(names), *next(iter(plain.values())).shape[1:])
+    tensors = {name: whole[:, i] for i, name in enumerate(names)}
+    memory = memory_of(group, tensors, shape.num_blocks, mode)
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+    if mode == "blocks":
+        tensors[names[1]][3].fill_(1.0)
+        assert memory.kvcaches[1][3].view(torch.float32).eq(1.0).all()
+        assert sum(int(of_layer.view(torch.float32).sum()) for of_layer in memory.kvcaches) == BLOCK_BYTES // 4
+
+
+def test_chunks_of_tokens_are_the_same_in_every_layout() -> None:
+    layouts = set()
+    for layout in (HND, NHD, BLOCK_FIRST, KV_FIRST):
+        shape = Shape(layout=layout)
+        (group,) = groups_of(shape)
+        layouts.add(memory_of(group, registered(shape), shape.num_blocks, "tokens").layout.fingerprint())
+    assert len(layouts) == 1
+
+
+def test_layers_of_several_sizes() -> None:
+    """Each size is a group of its own in a chunk."""
+    shape = Shape()
+    (group,) = groups_of(shape)
+    tensors = registered(shape)
+    tensors[group.layers[1]] = torch.zeros(shape.num_blocks, 2, 4, 6 * HEAD_SIZE)
+    layout = memory_of(group, tensors, shape.num_blocks, "blocks").layout
+    assert [(of.name, of.num_layers, of.head_size) for of in layout.groups] == [("0", 1, BLOCK_BYTES), ("1", 1, 3 * BLOCK_BYTES)]
+
+
+def wrong(**changes: Any) -> dict[str, torch.Tensor]:
+    tensors = registered(Shape(layout=HND))
+    return {name: changes["change"](tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "tensors", "complaint"),
+    [
+        ("tokens", wrong(change=lambda tensor: tensor[1:]), r'set "lmcache.layout" to "blocks"'),
+        ("tokens", wrong(change=lambda tensor: tensor[..., 1:]), r"is not of 64 blocks of 4 tokens with 2 heads of 4"),
+        ("tokens", wrong(change=lambda tensor: tensor.unsqueeze(0)), "is not of 64 blocks"),
+        ("blocks", wrong(change=lambda tensor: tensor[1:]), "not 64 contiguous blocks"),
+        ("blocks", wrong(change=lambda tensor: tensor.transpose(1, 2)), "not 64 contiguous blocks"),
+        ("blocks", {}, r"no KV tensor for model\.layers\.0\.attn, model\.layers\.1\.attn"),
+        ("tokens", {"model.layers.0.attn": torch.zeros(1)}, r"no KV tensor for model\.layers\.1\.attn"),
+    ],
+)
+def test_other_tensors_are_refused(mode: str, tensors: dict[str, torch.Tensor], complaint: str) -> None:
+    (group,) = groups_of(Shape())
+    with pytest.raises(LayoutError, match=complaint):
+        memory_of(group, tensors, 64, mode)
+
+
+def test_a_latent_is_told_by_its_spec_not_by_its_shape() -> None:
+    (latent,), (full,) = groups_of(Shape((MLA,))), groups_of(Shape((FULL,)))
+    tensors = {name: torch.zeros(64, 1, 4, LATENT_SIZE) for name in latent.layers}
+    assert memory_of(latent, tensors, 64, "tokens").layout.groups[0].sides == 1
+    with pytest.raises(LayoutError):
+        memory_of(full, tensors, 64, "tokens")
+
+
+def test_the_judge_reads_and_writes_vllms_own_blocks() -> None:
+    shape = Shape()
+    (group,) = groups_of(shape)
+    tensors = registered(shape)
+    memory = memory_of(group, tensors, shape.num_blocks, "blocks")
+    assert isinstance(memory.engine, BlockMemory)
+    assert memory.engine.num_slots(0) == (shape.num_blocks, 1)
+    block = torch.arange(BLOCK_BYTES, dtype=torch.uint8).view(1, 1, -1)
+    memory.engine.write(0, 1, 7, block)
+    assert torch.equal(memory.engine.read(0, 1, 7), block)
+    assert torch.equal(tensors[group.layers[1]][7].reshape(-1).view(torch.uint8), block.view(-1))
+    assert [view.data_ptr() for view in memory.engine.block_memory(0, 7)] == [tensors[name][7].data_ptr() for name in group.layers]

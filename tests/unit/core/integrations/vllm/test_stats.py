@@ -1,0 +1,63 @@
+"""Figures for vLLM's log line and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_BYTES_TOTAL, TIER_CALLS_TOTAL, Counters
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+@pytest.fixture
+def stats(module: ModuleType) -> Any:
+    """The module, as the connector sees it."""
+    return SimpleNamespace(Stats=module.LMCacheStats, Taker=module.StatsTaker, Prom=module.LMCachePromMetrics)
+
+
+def test_growth_is_told_once(stats: Any) -> None:
+    counters = Counters()
+    taker = stats.Taker(counters)
+    assert taker.take() is None
+    counters.add(RETRIEVED_TOKENS_TOTAL, 40, "Hot")
+    counters.add(RETRIEVED_TOKENS_TOTAL, 8, "LocalDiskBackend")
+    counters.add(TIER_CALLS_TOTAL, 1, "Hot")
+    assert taker.take().data == {RETRIEVED_TOKENS_TOTAL: 48}
+    assert taker.take() is None
+    counters.add(STORED_BYTES_TOTAL, 5)
+    assert taker.take().data == {STORED_BYTES_TOTAL: 5}
+
+
+def test_figures_of_workers_become_one(stats: Any) -> None:
+    whole = stats.Stats(data={"a": 1, "b": 2}).aggregate(stats.Stats(data={"b": 3, "c": 4}))
+    assert whole.data == {"a": 1, "b": 5, "c": 4}
+    assert not whole.is_empty()
+    whole.reset()
+    assert whole.is_empty()
+    assert stats.Stats(data={"a": 0}).is_empty()
+
+
+def test_the_log_line(stats: Any) -> None:
+    assert stats.Stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}).reduce() == {"retrieved_tokens": 48}
+
+
+def test_stats_are_made_again_from_what_travelled(module: ModuleType) -> None:
+    assert module.LMCacheConnector.build_kv_connector_stats({"a": 1}).data == {"a": 1}
+    assert module.LMCacheConnector.build_kv_connector_stats().is_empty()
+
+
+def test_prometheus(module: ModuleType) -> None:
+    registry = CollectorRegistry()
+
+    def make(kind: Any) -> Any:
+        return lambda **options: kind(registry=registry, **options)
+
+    kinds = {kind: make(kind) for kind in (Counter, Gauge, Histogram)}
+    labels = {0: ["model", "0"], 1: ["model", "1"]}
+    metrics = module.LMCacheConnector.build_prom_metrics(SimpleNamespace(), kinds, ["model_name", "engine"], labels)
+    metrics.observe({RETRIEVED_TOKENS_TOTAL: 40, "something new": 1}, engine_idx=1)
+    metrics.observe({RETRIEVED_TOKENS_TOTAL: 8}, engine_idx=1)
+    name = "vllm:" + RETRIEVED_TOKENS_TOTAL
+    assert registry.get_sample_value(name, {"model_name": "model", "engine": "1"}) == 48
+    assert registry.get_sample_value(name, {"model_name": "model", "engine": "0"}) == 0

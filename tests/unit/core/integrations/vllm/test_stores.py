@@ -1,0 +1,46 @@
+"""The chunk store behind a connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.integrations.vllm.stores import OpenStore, open_store
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.telemetry import Counters
+
+from tests.fixtures.vllm_engine.parts import METADATA, options_of
+
+
+def opened(engine_id: str, salts: list[str], **options: Any) -> OpenStore:
+    return open_store(engine_id, options_of(**options).engine, METADATA, ("",), Counters(), salts.append)
+
+
+def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
+    salts: list[str] = []
+    worker, scheduler, other = (opened(name, salts, salt="s") for name in ("one", "one", "another"))
+    assert worker.store is scheduler.store is not other.store
+    assert salts == ["s"] * 3
+    assert (worker.is_alone, scheduler.is_alone, other.is_alone) == (True, False, True)
+    worker.close()
+    worker.close()
+    (memory,) = scheduler.store.reserve([(8,)], "uint8")
+    assert memory is not None, "one of two has closed it"
+    scheduler.store.abort([memory])
+    for one in (scheduler, other):
+        one.close()
+    assert scheduler.store.reserve([(8,)], "uint8") == [None]
+    again = opened("one", salts)
+    assert again.store is not scheduler.store
+    again.close()
+
+
+def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
+    salts: list[str] = []
+    store = open_store(
+        "one", options_of(max_local_cpu_size=5.0, sidecar_socket=str(tmp_path / "s.sock")).engine, METADATA, ("",), Counters(), salts.append
+    )
+    assert isinstance(store.store, SidecarChunkStore)
+    assert salts == []
+    assert store.store.reserve([(8,)], "uint8") == [None]
+    store.close()
