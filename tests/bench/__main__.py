@@ -28,6 +28,7 @@ from tests.bench import (
     questions,
     redis_tier,
     report,
+    vllm_part,
 )
 from tests.bench.measure import ROUNDS, Figure
 
@@ -94,6 +95,11 @@ def sections(bench: Bench) -> Sequence[report.Section]:
     return [*found, report.rates("GPU", gpu)] if gpu else found
 
 
+def with_rounds(machine: str) -> str:
+    """The first paragraph of a section whose parts have `ROUNDS` rounds."""
+    return f"Machine: {machine}. Medians of {ROUNDS} rounds."
+
+
 def measure_tiers(bench: Bench, console: Console, machine: str) -> None:
     """The tiers and all that is not a codec."""
     timed = sections(bench)
@@ -101,7 +107,7 @@ def measure_tiers(bench: Bench, console: Console, machine: str) -> None:
     for section in timed:
         section.show(console)
     console.print(ratios)
-    report.rewrite(DOCUMENT, "bench", machine, [*(section.as_markdown() for section in timed), ratios])
+    report.rewrite(DOCUMENT, "bench", with_rounds(machine), [*(section.as_markdown() for section in timed), ratios])
 
 
 def measure_codecs(bench: Bench, console: Console, machine: str) -> None:
@@ -113,16 +119,32 @@ def measure_codecs(bench: Bench, console: Console, machine: str) -> None:
         console.print(line)
     PLOT.write_text(found.plot, encoding="utf-8")
     picture = f"![Gain over raw bytes by bandwidth of the link]({PLOT.name})"
-    report.rewrite(DOCUMENT, "codecs", machine, [*(section.as_markdown() for section in found.sections), *found.remarks, picture])
+    report.rewrite(
+        DOCUMENT, "codecs", with_rounds(machine), [*(section.as_markdown() for section in found.sections), *found.remarks, picture]
+    )
+
+
+def measure_vllm(bench: Bench, console: Console, machine: str) -> None:
+    """The connector in a real vLLM."""
+    try:
+        found = vllm_part.measure(bench.run)
+    except vllm_part.VLLMMissingError as exc:
+        raise SystemExit(str(exc)) from exc
+    for section in found.sections:
+        section.show(console)
+    console.print(found.remark)
+    report.rewrite(DOCUMENT, "vllm", vllm_part.described(machine), [*(section.as_markdown() for section in found.sections), found.remark])
 
 
 PARTS = {"tiers": measure_tiers, "codecs": measure_codecs}
+BY_NAME = {"vllm": measure_vllm}
+"""Parts that are measured only when they are asked for: they need more than `make bench` has installed."""
 
 
 def main() -> None:
     """Run everything, or one part; takes a few minutes."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("part", nargs="?", choices=PARTS, help="measure this alone (default: everything)")
+    parser.add_argument("part", nargs="?", choices=[*PARTS, *BY_NAME], help=f"measure this alone (default: {' and '.join(PARTS)})")
     part = parser.parse_args().part
     console = Console()
     torch.set_num_threads(1)
@@ -131,7 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch, Progress(*columns, console=console) as progress:
         bench = Bench(progress, Path(scratch))
         for name in PARTS if part is None else (part,):
-            PARTS[name](bench, console, f"Machine: {machine}. Medians of {ROUNDS} rounds.")
+            (PARTS | BY_NAME)[name](bench, console, machine)
     console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}")
 
 
