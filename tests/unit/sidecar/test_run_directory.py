@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,12 @@ def test_the_arena_is_in_memory_where_there_is_a_place_for_it(tmp_path: Path, mo
     arena = settings.default_arena_directory()
     assert arena.is_relative_to(tmp_path if has_memory else settings.default_run_directory())
     assert settings.SidecarSettings(port=0).arena_path == arena
+
+
+def test_a_root_that_cannot_be_written_matters_only_to_who_uses_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_place() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_place)
+    assert settings.default_run_directory() == Path(settings.TEMPORARY) / f"lmcache-{os.getuid()}"
+    assert settings.default_arena_directory().is_absolute()

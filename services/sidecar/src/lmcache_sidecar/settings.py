@@ -19,11 +19,16 @@ from pydantic_settings import SettingsConfigDict
 
 ARENA_MODE = re.compile("0?[67][0-7]{2}")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
+TEMPORARY = "/tmp"  # noqa: S108 (the same)
 
 
 def default_run_directory() -> Path:
     """Where the socket is unless told otherwise; see `run_directory.make_private`."""
-    return Path(tempfile.gettempdir()) / f"lmcache-{os.getuid()}"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # nothing can be written, as in a container with a read-only root: that matters only to who uses this path
+        temporary = TEMPORARY
+    return Path(temporary) / f"lmcache-{os.getuid()}"
 
 
 def default_arena_directory() -> Path:
