@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,12 @@ def test_scales_that_depend_on_what_was_seen_first_are_refused(model: Path) -> N
         identity(model, change=setting("cache_config.calculate_kv_scales", True))
 
 
+def test_models_that_need_every_token_computed_are_refused(model: Path) -> None:
+    """vLLM turns its own prefix cache off for them, and asks a connector all the same."""
+    with pytest.raises(LayoutError, match="needs every token"):
+        identity(model, change=setting("model_config.is_prefix_caching_supported", False))
+
+
 def test_ranks_that_hold_the_same(model: Path) -> None:
     of = identity(model, Shape((MLA,), num_ranks=4, replicas=4))
     assert (of.num_ranks, of.replicas) == (1, 4)
@@ -201,8 +208,21 @@ def test_adapters(roots: Roots, tmp_path: Path) -> None:
     found = [roots.root_of(request(lora_request=adapter)) for adapter in (first, copied, renamed, other)]
     assert found[0] == found[1]
     assert len({base, *found}) == 4
-    make_adapter(tmp_path / "1", "trained again")
-    assert roots.root_of(request(lora_request=first)) not in {base, *found}
+
+
+def test_an_adapter_whose_files_have_changed(roots: Roots, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM goes on with what it has loaded, unless it is told to load the adapter again; then it may be given another number, or not."""
+    adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
+    reread, renumbered = replace(adapter, load_inplace=True), replace(adapter, lora_int_id=2)
+    before = roots.root_of(request(lora_request=adapter))
+    make_adapter(tmp_path, "trained again")
+    assert [roots.root_of(request(lora_request=adapter)) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("have changed") == 1
+    after = roots.root_of(request(lora_request=renumbered))
+    assert None is not after != before
+    assert roots.root_of(request(lora_request=reread)) == after
+    make_adapter(tmp_path, "and once more")
+    assert roots.root_of(request(lora_request=reread)) not in {None, before, after}
 
 
 def test_an_adapter_by_name_is_its_name(roots: Roots) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import secrets
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
 from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_version, model_fingerprint, options_fingerprint
 from lmcache_core.token_database.hashing import identity_root
+
+logger = logging.getLogger(__name__)
 
 FMT = "vllm"
 MAX_ADAPTERS = 1024
@@ -54,6 +57,8 @@ def identity_of(
         LayoutError: It depends on more than tokens and weights, or is spread over workers in a way that is not supported.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    if not getattr(model, "is_prefix_caching_supported", True):  # vLLM's own prefix cache is then off, but it would load ours
+        raise LayoutError("vLLM says that this model needs every token of a prompt computed (to pool over all of them, for example)")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise LayoutError(f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot be cached")
@@ -87,7 +92,7 @@ class Roots:
         self._metadata = identity.metadata
         self._salt: str | None = None
         self._epoch = ""
-        self._adapters: dict[tuple[str, str], tuple[object, str]] = {}
+        self._adapters: dict[tuple[int, str, str], tuple[object, str | None]] = {}
 
     @property
     def version(self) -> tuple[str | None, str]:
@@ -103,12 +108,12 @@ class Roots:
         self._epoch = secrets.token_hex(16)
 
     def root_of(self, request: Any) -> bytes | None:
-        """The root for a vLLM request; None while the tenant's salt is not known."""
-        if self._salt is None:
+        """The root for a vLLM request; None while the tenant's salt, or which weights its adapter has, is not known."""
+        salt, adapter = self._salt, self._adapter_of(getattr(request, "lora_request", None))
+        if salt is None or adapter is None:
             return None
-        metadata = replace(self._metadata, adapter=self._adapter_of(getattr(request, "lora_request", None)))
+        metadata = replace(self._metadata, adapter=adapter)
         cache_salt = getattr(request, "cache_salt", None) or ""
-        salt = self._salt
         if cache_salt or self._epoch:
             salt = f"{len(salt)}:{salt};{len(cache_salt)}:{cache_salt};{self._epoch}"
         return identity_root(metadata, salt)
@@ -117,18 +122,31 @@ class Roots:
         """The root of requests without adapter and without a salt of their own."""
         return None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
 
-    def _adapter_of(self, lora: Any) -> str:
+    def _adapter_of(self, lora: Any) -> str | None:
+        """What names a request's adapter; None when its files are no longer those that the engine may have loaded.
+
+        vLLM reads an adapter again where that was asked for (`load_inplace`), and otherwise only when it had to drop it meanwhile.
+        """
         if lora is None:
             return ""
         name, path = str(lora.lora_name), str(lora.lora_path)
-        version = adapter_version(path)
-        known = self._adapters.get((name, path))
-        if known is None or known[0] != version:
+        key, version = (int(lora.lora_int_id), name, path), adapter_version(path)
+        known = self._adapters.get(key)
+        if known is not None and known[0] == version and not (known[1] is None and _is_reread(lora)):
+            return known[1]
+        if known is None or _is_reread(lora):
             if len(self._adapters) >= MAX_ADAPTERS:
                 self._adapters.clear()
             known = (version, f"{name}@{adapter_fingerprint(path)}")
-            self._adapters[name, path] = known
+        else:
+            logger.warning("the files of adapter %s have changed since it was loaded: its requests are not cached; load it anew", name)
+            known = (version, None)
+        self._adapters[key] = known
         return known[1]
+
+
+def _is_reread(lora: Any) -> bool:
+    return bool(getattr(lora, "load_inplace", False))
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
