@@ -158,7 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class _Embedded(EngineMachine):
-    shapes, max_examples = ONE_RANK, 60
+    shapes, max_examples = ONE_RANK, 40
 
     def open_store(self, room: str) -> dict[str, Any]:
         return embedded(max_local_cpu_size=ARENA_BYTES[room] / (1 << 30))
@@ -168,7 +168,7 @@ class _Embedded(EngineMachine):
 
 
 class _Sidecar(EngineMachine):
-    shapes, max_examples = ONE_RANK + TWO_RANKS, 25
+    shapes, max_examples = ONE_RANK + TWO_RANKS, 20
 
     def open_store(self, room: str) -> dict[str, Any]:
         self.room = room
