@@ -135,6 +135,14 @@ def test_scales_that_depend_on_what_was_seen_first_are_refused(model: Path) -> N
         identity(model, change=setting("cache_config.calculate_kv_scales", True))
 
 
+def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LayoutError, match=r'say so with "lmcache.revision"'):
+        identity(tmp_path)
+    assert root(identity(tmp_path, revision="1")) != root(identity(tmp_path, revision="2"))
+    assert identity(tmp_path, change=setting("load_config.load_format", "dummy"))
+
+
 def test_models_that_need_every_token_computed_are_refused(model: Path) -> None:
     """vLLM turns its own prefix cache off for them, and asks a connector all the same."""
     with pytest.raises(LayoutError, match="needs every token"):

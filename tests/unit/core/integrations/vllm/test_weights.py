@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,15 @@ from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
 
 
-def fingerprint(model: Path) -> str:
+def fingerprint(model: Path) -> str | None:
     return model_fingerprint(str(model), None, SimpleNamespace())
+
+
+def safetensors(fills: Mapping[str, bytes]) -> bytes:
+    """A file of tensors of 2000 bytes, all the same."""
+    entries = {name: {"dtype": "U8", "shape": [2000], "data_offsets": [2000 * i, 2000 * (i + 1)]} for i, name in enumerate(fills)}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+    return len(header).to_bytes(8, "little") + header + b"".join(fill * 2000 for fill in fills.values())
 
 
 def test_a_model_on_disk_is_told_by_its_files(tmp_path: Path) -> None:
@@ -38,8 +48,48 @@ def test_both_ends_of_a_large_file_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert fingerprint(model) != before
 
 
+@pytest.mark.parametrize("changed", ["first", "second", "third"])
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_every_tensor_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, is_safe: bool) -> None:
+    """An adapter that has been merged into a model leaves its embeddings and norms as they were, at both ends of the file."""
+    monkeypatch.setattr(weights, "SAMPLE_BYTES", 64)
+
+    def fingerprint_of(**fills: bytes) -> str | None:
+        model = make_model(tmp_path)
+        (model / "model.safetensors").write_bytes(safetensors(fills) if is_safe else b"".join(fill * 2000 for fill in fills.values()))
+        return fingerprint(model)
+
+    before = {"embed": b"e", "first": b"1", "second": b"2", "third": b"3", "norm": b"n"}
+    assert fingerprint_of(**before) == fingerprint_of(**before) != fingerprint_of(**(before | {changed: b"x"}))
+
+
+def test_a_header_that_is_none(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    found = set()
+    for content in (b"", b"1", b"\x02" + bytes(7) + b"{]", b"\x02" + bytes(7) + b"\xff{}", b"\xff" * 20, safetensors({})):
+        (model / "model.safetensors").write_bytes(content)
+        found.add(fingerprint(model))
+    assert len(found) == 6
+
+
+def test_a_model_of_many_tensors_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_SPOTS", 10)
+    content = BytesIO(safetensors({f"t{i}": b"x" for i in range(100)}))
+    assert len(weights._spots(content, len(content.getvalue()))) == 10
+
+
+def test_a_model_of_one_file(tmp_path: Path) -> None:
+    first, other = (make_model(tmp_path / name, name) / "model.safetensors" for name in ("1", "2"))
+    assert fingerprint(first) != fingerprint(other)
+
+
+def test_a_folder_without_weights_says_nothing_of_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert fingerprint(tmp_path) is None
+
+
 def test_a_model_on_a_hub_is_told_by_its_commit() -> None:
-    def of(revision: str | None, **config: str) -> str:
+    def of(revision: str | None, **config: str) -> str | None:
         return model_fingerprint("org/model", revision, SimpleNamespace(**config))
 
     assert of("main", _commit_hash="abc") == of(None, _commit_hash="abc") != of(None, _commit_hash="def")

@@ -54,7 +54,8 @@ def identity_of(
     """Describe the KV of an engine; `release` is vLLM's version.
 
     Raises:
-        LayoutError: It depends on more than tokens and weights, or is spread over workers in a way that is not supported.
+        LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or it is spread over workers in a way
+            that is not supported.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     if not getattr(model, "is_prefix_caching_supported", True):  # vLLM's own prefix cache is then off, but it would load ours
@@ -166,8 +167,11 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     """What else decides about the KV of these tokens: weights, and all that is done with them."""
     model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
     is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
+    weights = options.revision or model_fingerprint(model.model, model.revision, model.hf_config)
+    if weights is None and not is_dummy:
+        raise LayoutError(f'no weights in {model.model}, so nothing tells which they are: say so with "lmcache.revision"')
     facts = {
-        "weights": options.revision or model_fingerprint(model.model, model.revision, model.hf_config),
+        "weights": weights,
         "options": options_fingerprint(model.hf_config),
         "dtype": model.dtype,
         "quantization": model.quantization,
