@@ -88,6 +88,16 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
     assert caplog.text.count("served without the cache") == 2
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_where_steps_overlap_loads_are_asynchronous(module: ModuleType, model: Path, overlaps: bool) -> None:
+    """vLLM would hear that a synchronous one has failed when the next step has begun to compute with it, and to store."""
+    with running(module, model, embedded(load="sync"), overlaps=overlaps) as engine:
+        engine.ask(prompt(1, 40))
+        engine.forget()
+        assert engine.connector.get_num_new_matched_tokens(request_of(43), 0) == (40, overlaps)
+        engine.connector.request_finished(request_of(43), [])
+
+
 @pytest.mark.parametrize(("policy", "is_warned"), [("recompute", False), ("fail", True)])
 def test_the_policy_that_ends_requests_is_warned_of(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, policy: str, is_warned: bool

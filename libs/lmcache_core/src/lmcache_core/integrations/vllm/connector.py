@@ -73,10 +73,11 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def _open(self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
         groups = cache_groups(kv_cache_config)
         check_chunk_size(groups, options.engine.chunk_size)
-        if not fails_by_block(groups):
-            if not HAS_TRANSFER_RESULTS:
-                raise LayoutError("sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has failed")
-            options = replace(options, load=ASYNC)  # a synchronous load that fails could not be reported
+        if not fails_by_block(groups) and not HAS_TRANSFER_RESULTS:
+            raise LayoutError("sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has failed")
+        if not fails_by_block(groups) or _steps_overlap(vllm_config):
+            # A synchronous load that fails could not be reported, or only when a step behind it has begun to compute with it.
+            options = replace(options, load=ASYNC)
         if options.engine.sidecar_socket is None and vllm_config.parallel_config.world_size > 1:
             raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
         identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
@@ -266,6 +267,11 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 def _options_of(vllm_config: Any) -> ConnectorOptions:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     return read_options(extra, vllm_config.device_config.device_type, vllm_config.parallel_config.world_size)
+
+
+def _steps_overlap(vllm_config: Any) -> bool:
+    """Whether vLLM plans a step before it has heard of the one before."""
+    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.pipeline_parallel_size > 1
 
 
 def _warn_of_policy(vllm_config: Any) -> None:
