@@ -139,6 +139,19 @@ def test_prompts_in_pieces(module: ModuleType, model: Path, token_budget: int) -
         assert engine.tally(engine.ask(prompt(1, 43) + prompt(2, 30))).num_external == 72
 
 
+@pytest.mark.parametrize("token_budget", [2, 3, 5])
+def test_chunks_that_a_window_has_left_before_they_were_whole(module: ModuleType, model: Path, token_budget: int) -> None:
+    """Their first blocks have become blocks of somebody else; what lies there now is not stored as if it were theirs."""
+    shape = Shape((FULL, window(6)), num_blocks=40)
+    with running(module, model, embedded(chunk_size=16), shape=shape, limits=Limits(token_budget)) as engine:
+        for number in (1, 2):
+            engine.add(prompt(number, 36), 20)
+        engine.run()
+        engine.forget()
+        for number in (1, 2):
+            engine.ask(prompt(number, 36))
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_answer_is_there_in_the_next_turn(module: ModuleType, model: Path, saves: bool) -> None:
     with running(module, model, embedded(save_decode_cache=saves)) as engine:

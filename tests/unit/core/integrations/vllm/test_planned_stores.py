@@ -1,0 +1,92 @@
+"""What the workers are to store after a step, as the scheduler's side plans it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_core.integrations.vllm.plan import Load, Store
+from lmcache_core.integrations.vllm.scheduler import SchedulerSide
+
+from tests.fixtures.vllm_engine import Shape
+from tests.fixtures.vllm_engine.parts import ScriptedStore, hot, output_of, request_of, scheduler_side
+
+TABLE = (list(range(1, 12)),)
+
+
+def loads_of(side: SchedulerSide) -> tuple[Load, ...]:
+    return side.plan_loads()
+
+
+def stores_of(side: SchedulerSide, output: Any, loads: tuple[Load, ...] = ()) -> tuple[Store, ...]:
+    return side.plan_stores(output, loads)
+
+
+def test_chunks_are_stored_in_the_step_that_completes_them() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    (first,) = stores_of(side, output_of([("r", ([1, 2, 3],), 0, 12)]))
+    assert [(run.first, run.block_ids) for run in first.runs] == [(0, (1, 2))]
+    assert stores_of(side, output_of(again=[("r", None, 12, 1)])) == ()
+    (second,) = stores_of(side, output_of(again=[("r", ([9, 8, 7, 6],), 13, 12)]))
+    assert [(run.first, run.block_ids) for run in second.runs] == [(1, (3, 9, 8, 7))]
+
+
+def test_resumed_requests_have_new_blocks() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
+    (stored,) = stores_of(side, output_of(again=[("r", ([11, 12, 13, 14],), 0, 16)], resumed=["r"]))
+    assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
+    side = scheduler_side(ScriptedStore([None]), save_decode_cache=saves)
+    request = request_of(15)
+    side.new_request(request)
+    stores_of(side, output_of([("r", ([1, 2, 3, 4],), 0, 15)]))
+    request.append(5)
+    stored = stores_of(side, output_of(again=[("r", None, 15, 1)]))
+    assert len(stored) == (1 if saves else 0)
+
+
+def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> None:
+    """One of them may find its KV gone, and what the others compute with it is not what their chunks should hold."""
+    side = scheduler_side(ScriptedStore([hot(3)]), Shape(num_ranks=2), load="sync")
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 24)
+    loads = loads_of(side)
+    assert stores_of(side, output_of([("r", TABLE, 24, 19)]), loads) == ()
+    (stored,) = stores_of(side, output_of(again=[("r", None, 43, 1)]))
+    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)], "a step later it is known to be right"
+
+
+def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
+    side = scheduler_side(ScriptedStore([hot(3)]))
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 24)
+    loads = loads_of(side)
+    (stored,) = stores_of(side, output_of([("r", TABLE, 24, 19)]), loads)
+    assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)]
+
+
+def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
+    side.lose_track()
+    assert stores_of(side, output_of(again=[("r", ([3, 4],), 7, 9)])) == ()
+    (stored,) = stores_of(side, output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]))
+    assert stored.runs[0].block_ids == (5, 6, 7, 8)
+
+
+def test_who_listens_hears_what_is_going_to_be_stored() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    heard: list[tuple[str, int]] = []
+    side.on_planned = lambda state, run: heard.append((state.request_id, len(run.hashes)))
+    side.new_request(request_of())
+    stores_of(side, output_of([("r", TABLE, 0, 43)]))
+    assert heard == [("r", 5)]
