@@ -22,16 +22,19 @@ class Namer:
     def name(self, state: RequestState) -> ChunkNames | None:
         """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet).
 
-        Under other roots than before, nothing of the request counts as stored.
+        Under other roots than before, nothing of the request counts as stored. Nor when its prompt has grown: a session that goes on
+        has dropped the token that was generated last, and may have new contents.
         """
         request = state.request
         if state.is_outdated:
             return None
-        if state.names is None or state.names_version != self._roots.version:
+        version = self._roots.version, request.num_prompt_tokens
+        if state.names is None or state.names_version != version:
             root, spans = self._roots.root_of(request), spans_of(request)
             if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
                 return None
-            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), self._roots.version
+            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
             state.stored = [0] * len(state.stored)
-        state.names.extend(request.all_token_ids)
+        may_lose_tokens = getattr(request, "resumable", False)
+        state.names.extend(request.all_token_ids[: request.num_prompt_tokens] if may_lose_tokens else request.all_token_ids)
         return state.names

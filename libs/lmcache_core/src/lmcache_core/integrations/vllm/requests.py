@@ -19,7 +19,7 @@ class RequestState:
     Attributes:
         request: vLLM's own object.
         names: Names of its chunks; None while they cannot be told.
-        names_version: Under which version of the roots.
+        names_version: Under which version of the roots, and of how long a prompt.
         tables: Its blocks in each group, as the scheduler has told them.
         dropped: For each group, how many blocks from the first have been taken away again.
         stored: For each group, how many chunks from the first need no storing (any more).
