@@ -139,17 +139,18 @@ def test_prompts_in_pieces(module: ModuleType, model: Path, token_budget: int) -
         assert engine.tally(engine.ask(prompt(1, 43) + prompt(2, 30))).num_external == 72
 
 
-@pytest.mark.parametrize("token_budget", [2, 3, 5])
-def test_chunks_that_a_window_has_left_before_they_were_whole(module: ModuleType, model: Path, token_budget: int) -> None:
-    """Their first blocks have become blocks of somebody else; what lies there now is not stored as if it were theirs."""
+@pytest.mark.parametrize(("token_budget", "num_windowed"), [(3, 0), (64, 2)])
+def test_chunks_that_a_window_has_left_before_they_were_whole(
+    module: ModuleType, model: Path, token_budget: int, num_windowed: int
+) -> None:
+    """Their first blocks are somebody else's by then, and what lies in those is not stored as if it were theirs."""
     shape = Shape((FULL, window(6)), num_blocks=40)
     with running(module, model, embedded(chunk_size=16), shape=shape, limits=Limits(token_budget)) as engine:
-        for number in (1, 2):
-            engine.add(prompt(number, 36), 20)
-        engine.run()
+        engine.ask(prompt(1, 36))
         engine.forget()
-        for number in (1, 2):
-            engine.ask(prompt(number, 36))
+        groups = [key.key.group for key in list(engine.connector._open_store.store._hot.keys())]
+        assert (groups.count("0:full"), groups.count("1:window6")) == (2, num_windowed)
+        assert engine.tally(engine.ask(prompt(1, 36))).num_external == 16 * num_windowed
 
 
 @pytest.mark.parametrize("saves", [True, False])
