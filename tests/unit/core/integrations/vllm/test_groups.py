@@ -105,6 +105,14 @@ def test_a_window_drops_what_the_next_token_does_not_see(num_computed: int, num_
     assert of_vllm.num_dropped_tokens(7) == 4
 
 
+def test_tokens_in_front_of_a_window_may_be_retained() -> None:
+    """vLLM finds them in its prefix cache later, so they are to be loaded as well."""
+    config = config_of(window(6))
+    config.kv_cache_groups[0].kv_cache_spec.extra_retained_tokens = 3
+    (group,) = cache_groups(config)
+    assert [group.first_needed_token(count) for count in (8, 9, 40)] == [0, 1, 32]
+
+
 def test_a_full_group_drops_nothing() -> None:
     (group,) = cache_groups(config_of(MLA))
     assert group.num_dropped_tokens(1000) == 0

@@ -73,6 +73,29 @@ def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
     assert [(run.first, len(run.hashes)) for run in stored.runs] == [(3, 2)]
 
 
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_nothing_is_stored_in_a_step_in_which_another_connector_may_load(is_resumed: bool) -> None:
+    """Of a `MultiConnector`: that its load has failed is heard by vLLM, not by our worker."""
+    side = scheduler_side(ScriptedStore([hot(2)]))
+    request, other = request_of(), request_of(name="other")
+    for each in (request, other):
+        side.num_matched(each, 0)
+        side.allocated(each, TABLE, 0)
+    loaded_by_another, computed = ("r", TABLE, 24, 19), ("other", TABLE, 0, 43)
+    step = output_of([computed], [loaded_by_another], ["r"]) if is_resumed else output_of([loaded_by_another, computed])
+    assert stores_of(side, step) == ()
+    first, second = stores_of(side, output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]))
+    assert len(first.runs[0].hashes) == len(second.runs[0].hashes) == 3
+
+
+def test_since_029_vllm_tells_of_steps_that_wait_for_loads() -> None:
+    side = scheduler_side(ScriptedStore([hot(2)]))
+    side.new_request(request_of())
+    step = output_of([("r", TABLE, 24, 19)])
+    step.has_sync_kv_loads = False  # somebody's asynchronous load is over
+    assert len(stores_of(side, step)) == 1
+
+
 def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())

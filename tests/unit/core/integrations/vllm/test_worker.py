@@ -263,9 +263,12 @@ def test_a_load_without_blocks_is_refused(rank: Callable[..., Rank], caplog: pyt
     here = rank()
     here.fill(BLOCKS)
     here.run(storing())
-    assert here.run(loading((20, 21, 0, 22), 0, 16))[2] == {20, 21, 22}
-    assert (here.read((0, 20, 21, 22)) == POISON).all()
-    assert "no block" in caplog.text
+    for blocks in ((20, 21, 0, 22), (0, 20, 21, 22), (20, 21, 22, 0)):
+        assert here.run(loading(blocks, 0, 16))[2] == {20, 21, 22}
+    assert here.run(loading((0, 0, 0, 0), 0, 16))[3].failed == {"r"}
+    assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {20, 21, 22, 23}, "of the last tokens it was told no chunk"
+    assert (here.read((0, 20, 21, 22, 23)) == POISON).all()
+    assert caplog.text.count("no block") == 5
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -26,6 +26,7 @@ class CacheGroup:
         window: Tokens that its layers look back, themselves included; None: all.
         layers: Names of its layers.
         specs: vLLM's description of each of these layers.
+        retained: Tokens in front of the window whose KV vLLM keeps all the same (it may compute them again for draft models).
     """
 
     number: int
@@ -35,13 +36,14 @@ class CacheGroup:
     window: int | None
     layers: tuple[str, ...]
     specs: tuple[Any, ...]
+    retained: int = 0
 
     def num_dropped_tokens(self, num_computed: int) -> int:
         """How many tokens, from the first, no longer have their KV in a block once so many are computed and another step begins."""
-        return 0 if self.window is None else max(0, num_computed - self.window + 1)
+        return 0 if self.window is None else max(0, num_computed - self.window + 1 - self.retained)
 
     def first_needed_token(self, num_computed: int) -> int:
-        """The first token whose KV the next token after `num_computed` looks at."""
+        """The first token whose KV vLLM still wants when so many are computed: the next one looks at it, or it is retained."""
         return self.num_dropped_tokens(num_computed)
 
     def describe(self) -> str:
@@ -74,7 +76,8 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
             raise LayoutError(f"cache group {index} has layers of windows {windows} and block sizes {sizes}: they must be the same")
         window = windows.pop()
         name = "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
-        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), specs))
+        retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
+        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), specs, retained))
     return tuple(groups)
 
 

@@ -23,7 +23,7 @@ class RequestState:
         tables: Its blocks in each group, as the scheduler has told them.
         dropped: For each group, how many blocks from the first have been taken away again.
         stored: For each group, how many chunks from the first need no storing (any more).
-        num_local: Tokens that vLLM has itself, as it last said.
+        num_local: Tokens that vLLM has itself, as it last said, and those that are loaded for it since.
         offer: What can be loaded, once that is known.
         asked_at: When its chunks were first asked for, since the last answer; None: they are not asked for. Seconds, monotonic.
         polled_at: When they were last asked for.

@@ -95,6 +95,7 @@ class SchedulerSide:
         assert state.offer is not None, "tokens that nobody offered are to be loaded"
         state.set_blocks(self._groups, block_ids)
         state.load = (state.num_local, state.num_local + num_external)
+        state.num_local += num_external
         state.stored = [state.offer.num_chunks] * len(self._groups)
         state.is_loading = self._options.is_async
         self._loads[state.request_id] = state
@@ -130,7 +131,7 @@ class SchedulerSide:
         scheduled = list(self._scheduled(output))
         # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
         is_at_risk = self._num_workers > 1 and any(not load.is_async for load in loads)
-        return () if is_at_risk else tuple(self._stores(scheduled))
+        return () if is_at_risk or self._may_others_load(output) else tuple(self._stores(scheduled))
 
     def lose_track(self) -> None:
         """Planning stores has failed half-way: what is known of block tables may be wrong, and nothing more is stored from them."""
@@ -250,6 +251,16 @@ class SchedulerSide:
                 state.add_blocks(self._groups, block_ids)
             state.drop_blocks(self._groups, num_computed)
             yield state, num_computed + output.num_scheduled_tokens[request_id]
+
+    def _may_others_load(self, output: Any) -> bool:
+        """Whether another connector (beside this one in a `MultiConnector`) may load in this step: nobody tells our worker if it fails."""
+        if not getattr(output, "has_sync_kv_loads", True):  # since 0.29
+            return False
+        cached = output.scheduled_cached_reqs
+        begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        begun += [known for known in zip(cached.req_ids, cached.num_computed_tokens, strict=True) if known[0] in cached.resumed_req_ids]
+        states = ((self._states.get(request_id), num_computed) for request_id, num_computed in begun)
+        return any(state is not None and num_computed > state.num_local for state, num_computed in states)
 
     def _stores(self, scheduled: Iterable[tuple[RequestState, int]]) -> Iterable[Store]:
         for state, num_tokens in scheduled:

@@ -190,9 +190,11 @@ class WorkerSide:
         start = run.first * chunk_size
         end = min(load.end, start + len(run.hashes) * chunk_size)
         num_absent = next((i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK), len(run.block_ids))
-        begin = max(load.begin, start + num_absent * lane.group.block_size, start)
-        if NULL_BLOCK in run.block_ids[(begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)]:
-            logger.error("vLLM gave request %s no block for KV that is to be loaded", load.request_id)
+        needed = max(load.begin, start, lane.group.first_needed_token(load.end))
+        begin = max(load.begin, start, start + num_absent * lane.group.block_size)
+        blocks = run.block_ids[(begin - start) // lane.group.block_size : -(-(end - start) // lane.group.block_size)]
+        if begin > needed or end < load.end or NULL_BLOCK in blocks:
+            logger.error("request %s has no block, or no chunk, for KV that is to be loaded", load.request_id)
             return max(start, load.begin)
         wanted = ((begin - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane), wanted)
