@@ -10,6 +10,7 @@ import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.wire import LmClient
 from lmcache_servicekit.settings import load_settings
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import lifespan as opening
@@ -109,7 +110,8 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, True),
+        ({}, False),
+        ({"accept_handover": True}, True),
         ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1"}, True),
         ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
         ({"ticket_keys_file": "/y"}, False),
@@ -120,6 +122,16 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
 )
 def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(tmp_path: Path, options: dict[str, object], expected: bool) -> None:
     assert make_settings(tmp_path, **options).accept_handover is expected
+
+
+@pytest.mark.parametrize("options", [{}, {"accept_handover": True}])
+async def test_nobody_stores_under_an_engines_names_unless_told_so(tmp_path: Path, options: dict[str, object]) -> None:
+    app = create_app(make_settings(tmp_path, **options))
+    async with opening.lifespan(app):
+        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"])
+        assert await client.put([make_chunk("theirs")]) == [bool(options)]
+        await client.close()
+        assert app.state.sidecar.tiers.hot.keys() == [make_key("theirs")] * bool(options)
 
 
 def test_taking_chunks_from_peers_that_cannot_put_any_is_refused(tmp_path: Path) -> None:

@@ -49,10 +49,8 @@ def known_serde(value: str) -> str:
 
 
 def _accepts_handover(values: dict[str, Any]) -> bool:
-    """Where it is known who puts, or nobody from elsewhere can. With tickets alone nobody is let in to put anything."""
-    if values.get("auth_tokens_file") is not None:
-        return True
-    return is_loopback(values.get("lm_host", "")) and values.get("ticket_keys_file") is None
+    """Where it is known who puts. On loopback that is not: any user of the machine could store KV of his own under an engine's names."""
+    return values.get("auth_tokens_file") is not None
 
 
 Serde = Annotated[str, AfterValidator(known_serde)]
@@ -91,8 +89,8 @@ class SidecarSettings(TierSettings):
             on a GPU, else every chunk.
         tier_timeout_s: Longest wait on lower tiers for one request, seconds.
         drain_timeout_s: How long it may take at the end to finish pending writes and to hand on what only this sidecar holds, seconds.
-        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens, or if it
-            serves this machine alone and takes no tickets.
+        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens: whoever may
+            put chunks decides what engines load.
         health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, for a kubelet that cannot reach loopback.
         health_port: Its port; none for no such listener.
     """

@@ -17,7 +17,7 @@ DISK = {"disk_gb": 0.01}
 
 
 async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
-    async with serving(tmp_path, verify_hot="sampled") as (client, parts):
+    async with serving(tmp_path, verify_hot="sampled", accept_handover=True) as (client, parts):
         await store(parts, *KEYS)
         body = (await client.get("/v1/status")).json()
         assert body["instance"] == "test"
@@ -30,7 +30,7 @@ async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
 
 
 async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/nowhere") as (client, parts):
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/nowhere", accept_handover=True) as (client, parts):
         await store(parts, *KEYS)
         begun = (await client.post("/v1/drain?wait=false")).json()
         assert begun["draining"]

@@ -20,7 +20,7 @@ KEYS = [key_of(hash_of(i)) for i in range(5)]
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[SidecarParts]:
     """A sidecar whose remote tier is a directory that is not there yet."""
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (_, parts):
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (_, parts):
         yield parts
 
 
@@ -120,7 +120,7 @@ async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_a_sidecar_is_a_drain(tmp_path: Path) -> None:
-    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (_, parts):
+    async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared", accept_handover=True) as (_, parts):
         await store(parts, *KEYS)
         await parts.stack.drain(5)
         (tmp_path / "shared").mkdir()
