@@ -152,6 +152,33 @@ def test_chunks_that_one_rank_lacks_are_not_offered(module: ModuleType, own_mode
         assert hits(engine, 1) == 2 * CHUNK_SIZE
 
 
+def test_a_load_that_fails_on_one_rank_alone(module: ModuleType, own_model: Path, shared: Sidecar) -> None:
+    """The other one does not know, and what it computes in that step comes of KV that was wrong: it must not store it."""
+
+    class Losing(WrappedStore):
+        is_armed = False
+
+        def get(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+            return [] if self.is_armed else self.inner.get(keys, *args, **kwargs)
+
+    stores: list[Any] = []
+
+    def wrap(store: Any) -> Any:
+        stores.append(Losing(store))
+        return stores[-1]
+
+    extra = beside(shared.socket, load="sync")
+    with running(module, own_model, extra, shape=Shape(num_ranks=2), wrap_store=wrap) as engine:
+        assert hits(engine, 1) == 0
+        stores[1].is_armed = True
+        failed = engine.ask(prompt(1, 40) + prompt(2, 24), 2)
+        assert (failed.status, engine.tally(failed).num_loads) == (Status.FINISHED_STOPPED, 1)
+        stores[1].is_armed = False
+        engine.forget()
+        assert engine.tally(engine.ask(prompt(1, 40) + prompt(2, 25), 2)).num_external == 64
+        engine.forget()
+
+
 def test_a_worker_that_cannot_use_its_memory_puts_the_engine_out(
     module: ModuleType, own_model: Path, shared: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
