@@ -22,8 +22,8 @@ BACK_S = 40.0
 """So long may an engine not notice that its sidecar is back: it has made callers wait, and is avoided for a multiple of that."""
 
 UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
-"""For hits from a disk, a peer or a storage: so slow an engine waits for them. A tiny model is soon faster than they are, on a busy machine,
-and rightly does not wait."""
+"""For hits from a disk, a peer or a storage: so slow an engine waits for them. A tiny model soon computes faster than they deliver on a
+busy machine, and rightly does not wait."""
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
