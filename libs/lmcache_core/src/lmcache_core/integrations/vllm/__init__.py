@@ -10,7 +10,7 @@ How to use it: `docs/vllm.md`.
 | `plan.py` | what the two sides tell each other |
 | `groups.py`, `identity.py`, `weights.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
-| `events.py`, `stats.py`, `sources.py` | KV events, figures, where hits came from |
+| `events.py`, `stats.py`, `sources.py`, `logs.py` | KV events, figures, where hits came from, log lines |
 
 Only `connector.py`, `events.py` and `stats.py` import vLLM, so that the rest can be tested without it.
 """

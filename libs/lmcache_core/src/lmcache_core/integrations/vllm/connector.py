@@ -23,6 +23,7 @@ from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.events import StoredEvents
 from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
+from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import Load, StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
@@ -57,6 +58,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as(theirs=logging.getLogger("vllm"), ours=logging.getLogger("lmcache_core"))
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
         self._taker = StatsTaker(self._counters)
