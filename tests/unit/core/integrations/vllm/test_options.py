@@ -45,6 +45,9 @@ def test_defaults_are_those_of_the_device(device: str, num_workers: int, load: s
         ({"lmcache.load": "later"}, r"lmcache\.load='later': must be one of auto, sync, async"),
         ({"lmcache.layout": "pages"}, r"lmcache\.layout='pages': must be one of auto, blocks, tokens"),
         ({"lmcache.chunk_size": 0}, "chunk_size=0"),
+        ({"lmcache.revision": 7}, r"lmcache\.revision=7: must be text"),
+        ({"lmcache.model_name": ""}, r"lmcache\.model_name='': must be text"),
+        ({"lmcache.config_file": True}, r"lmcache\.config_file=True: must be text"),
         ({"lmcache.sidecar_socket": "/run/s.sock", "lmcache.salt": "x"}, "salt"),
     ],
 )

@@ -16,7 +16,8 @@ PREFIX = "lmcache."
 SYNC, ASYNC = "sync", "async"
 BLOCKS, TOKENS = "blocks", "tokens"
 AUTO = "auto"
-OWN_OPTIONS = ("load", "layout", "kv_cache_layout", "model_name", "revision", "config_file")
+TEXTS = ("kv_cache_layout", "model_name", "revision", "config_file")
+OWN_OPTIONS = ("load", "layout", *TEXTS)
 KNOWN = (*OWN_OPTIONS, *OPTIONS)
 TIER_OPTIONS = ("sidecar_socket", "max_local_cpu_size", "local_disk", "remote_url")
 
@@ -65,6 +66,9 @@ def read_options(extra: Mapping[str, Any], device: str, num_workers: int) -> Con
     if unknown:
         raise ConfigError(f"kv_connector_extra_config: {PREFIX}{unknown[0]} is no option{did_you_mean(unknown[0], KNOWN)}")
     own = {name: named.pop(name, None) for name in OWN_OPTIONS}
+    for name in TEXTS:
+        if own[name] is not None and not (isinstance(own[name], str) and own[name]):
+            raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or left out")
     load = _one_of("load", own["load"] or AUTO, (AUTO, SYNC, ASYNC))
     layout = _one_of("layout", own["layout"] or AUTO, (AUTO, BLOCKS, TOKENS))
     if load == AUTO:
