@@ -120,6 +120,12 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) ->
         raw.close()
 
 
+def test_the_log_names_the_socket_that_engines_are_to_be_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with running_socket(tmp_path) as running:
+        assert any(str(running.path) in record.getMessage() for record in caplog.records)
+
+
 def test_the_end_is_quiet_with_clients_connected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_socket(tmp_path) as running:
         client = SidecarConnection(running.path, HELLO, 5.0)

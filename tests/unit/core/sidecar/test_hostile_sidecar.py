@@ -71,6 +71,14 @@ def pinned(request: m.Pin, **changes: Any) -> m.PinOk:
     return m.PinOk(tuple(chunks), "")
 
 
+def test_no_socket_is_an_empty_cache_and_told_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_at(tmp_path / "absent.sock") as engine:
+        assert use(engine) == 0
+    (told,) = [record.getMessage() for record in caplog.records if "no sidecar" in record.getMessage()]
+    assert str(tmp_path / "absent.sock") in told
+    assert "set sidecar_socket to the socket that it names in its log" in told
+
+
 def test_the_script_can_serve(tmp_path: Path) -> None:
     """Control: unchanged, the scripted answers are believed."""
     with scripted_sidecar(tmp_path, script(Pin=pinned)) as sidecar, engine_at(sidecar.path) as engine:

@@ -16,6 +16,10 @@ from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.messages import LENGTH, Hello, HelloOk, Message, Refused, check_length, decode_answer, encode
 
 A = TypeVar("A", bound=Message)
+_FIXES: dict[type[Exception], str] = {
+    FileNotFoundError: "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log",
+    PermissionError: "; let the user that runs the engine use this socket, and the directory that it is in",
+}
 
 
 class SidecarConnection:
@@ -76,7 +80,7 @@ class SidecarConnection:
             connection.connect(str(self._path))
         except (OSError, ValueError) as exc:
             connection.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+            raise UnavailableError(f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}") from exc
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
         try:
             self._welcome = self.call(self._hello, HelloOk)

@@ -68,6 +68,7 @@ class SocketServer:
             self._inode = self._path.stat().st_ino
         except OSError as exc:
             raise ConfigError(f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path") from exc
+        logger.info("engines reach this sidecar by the socket %s", self._path)
         self._context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
 
     def refuse_stores(self) -> None:
