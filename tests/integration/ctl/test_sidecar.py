@@ -59,6 +59,15 @@ def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceP
     assert explanation["chunks"][0]["chunk_hash"][:16] in table
 
 
+def test_a_rest_that_fills_no_chunk_is_not_missed(sidecar: ServiceProcess, tmp_path: Path) -> None:
+    tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE + 1)
+    with engine_at(tmp_path / "s.sock") as engine:
+        engine.store(tokens[: NUM_CHUNKS * CHUNK_SIZE], kvcaches=random_kv(NUM_CHUNKS * CHUNK_SIZE))
+    ids = " ".join(str(token) for token in tokens.tolist())
+    assert "MISSING: never_stored (a rest: vLLM stores whole chunks)" in ctl(sidecar, "explain", "--tokens", "-", stdin=ids)
+    assert "body.chunk_hashes.0: " in ctl(sidecar, "explain", "no-hash", code=1)
+
+
 def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, tmp_path: Path) -> None:
     with engine_at(tmp_path / "s.sock"):
         table = ctl(sidecar, "status")

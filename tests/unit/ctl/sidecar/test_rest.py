@@ -19,6 +19,8 @@ ANSWERS = {
     "/fine": (200, b'{"a": 1}'),
     "/problem": (409, b'{"title": "No", "detail": "an engine must have connected"}'),
     "/bare": (403, b'{"title": "Not you"}'),
+    "/invalid": (422, b'{"title": "No", "errors": [{"at": "body.a.0", "message": "not so"}, {"at": "body.b", "message": "nor so"}]}'),
+    "/strange": (422, b'{"title": "No", "errors": [7]}'),
     "/html": (200, b"<html>"),
     "/list": (200, b"[1]"),
     "/long": (200, b'{"a": "' + b"x" * 100_000 + b'"}'),
@@ -74,6 +76,8 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
     [
         ("/problem", "answered 409: an engine must have connected"),
         ("/bare", "answered 403: Not you"),
+        ("/invalid", "answered 422: body.a.0: not so; body.b: nor so"),
+        ("/strange", "answered 422: No"),
         ("/html", "is that the REST port of a sidecar"),
         ("/list", "is that the REST port of a sidecar"),
         ("/long", "more than 50000 bytes"),

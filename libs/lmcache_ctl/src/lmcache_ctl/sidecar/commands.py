@@ -41,12 +41,13 @@ def explain(
     """Show where each chunk of a prompt is, and why it is missing where it is not.
 
     A sidecar explains on loopback only: run this in its pod. Token ids go to
-    it alone, and into no log. Exits with 1 when a chunk is missing.
+    it alone, and into no log. Exits with 1 when a whole chunk is missing; a
+    rest that fills none does not count.
     """
     if bool(chunk_hashes) == (tokens is not None):
         raise typer.BadParameter("give chunk hashes or --tokens, one of them")
     from lmcache_ctl.sidecar.rest import Sidecar, read_token_ids
-    from lmcache_ctl.sidecar.tables import print_explanations
+    from lmcache_ctl.sidecar.tables import is_rest, print_explanations
 
     asked = {"chunk_hashes": chunk_hashes} if tokens is None else {"token_ids": read_token_ids(tokens)}
     found = Sidecar(url, token_file).ask("POST", "/v1/explain", asked | ({} if model is None else {"model": model}))
@@ -54,5 +55,6 @@ def explain(
         print_json(found)
     else:
         print_explanations(found)
-    if not all(chunk["is_complete"] for explanation in found["explanations"] for chunk in explanation["chunks"]):
-        raise typer.Exit(1)
+    for explanation in found["explanations"]:
+        if not all(chunk["is_complete"] or is_rest(chunk, explanation["chunk_size"]) for chunk in explanation["chunks"]):
+            raise typer.Exit(1)

@@ -14,6 +14,7 @@ from lmcache_ctl.errors import CtlError
 
 TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 64 << 20
+MAX_ERRORS_TOLD = 4
 STANDARD_INPUT = Path("-")
 
 
@@ -46,7 +47,7 @@ class Sidecar:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise CtlError(f"{self._url}{path} answered {status}; is that the REST port of a sidecar?") from exc
         if status >= httpx.codes.BAD_REQUEST:
-            raise CtlError(f"{self._url}{path} answered {status}: {answer.get('detail') or answer.get('title')}")
+            raise CtlError(f"{self._url}{path} answered {status}: {_told(answer)}")
         return answer
 
     def _headers(self) -> dict[str, str]:
@@ -65,6 +66,15 @@ class Sidecar:
                 if len(data) > MAX_ANSWER_BYTES:
                     raise CtlError(f"{self._url}{path} answered more than {MAX_ANSWER_BYTES} bytes")
             return response.status_code, bytes(data)
+
+
+def _told(problem: dict[str, Any]) -> str:
+    """What a problem says: of a question that is not valid, what is wrong where."""
+    errors = problem.get("errors")
+    wrong = (
+        [f"{error.get('at')}: {error.get('message')}" for error in errors if isinstance(error, dict)] if isinstance(errors, list) else []
+    )
+    return "; ".join(wrong[:MAX_ERRORS_TOLD]) or str(problem.get("detail") or problem.get("title"))
 
 
 def read_token_ids(path: Path) -> list[int]:

@@ -43,20 +43,27 @@ def print_explanations(found: Mapping[str, Any]) -> None:
     """A table for each way in which engines name KV, with a line for each chunk of each rank and group."""
     for one in found["explanations"]:
         title = f"{one['model_name']} ({one['fmt']}), chunks of {one['chunk_size']} tokens: the first {one['num_prefix']} are complete"
-        rows = [(_tokens_text(chunk), *_state_cells(state)) for chunk in one["chunks"] for state in chunk["states"]]
+        size = one["chunk_size"]
+        rows = [(_tokens_text(chunk), *_state_cells(state, is_rest(chunk, size))) for chunk in one["chunks"] for state in chunk["states"]]
         print_table(title, ("tokens", "rank", "where it is", "size", "age"), rows, left=3)
     if found["num_not_explained"]:
         print_text(f"{found['num_not_explained']} further ways to name them are left out: name a --model.")
+
+
+def is_rest(chunk: Mapping[str, Any], chunk_size: int) -> bool:
+    """Whether it is the end of a prompt that fills no chunk."""
+    return chunk["start"] is not None and chunk["end"] - chunk["start"] < chunk_size
 
 
 def _tokens_text(chunk: Mapping[str, Any]) -> str:
     return f"{chunk['start']}-{chunk['end']}" if chunk["start"] is not None else f"{chunk['chunk_hash'][:16]}..."
 
 
-def _state_cells(state: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _state_cells(state: Mapping[str, Any], of_rest: bool) -> tuple[str, str, str, str]:
     rank = f"{state['rank']} {state['group']}".strip()
     where = ", ".join(_place_text(place) for place in state["places"])
     missing = f"MISSING: {state['missing']}" if state["missing"] else ""
+    missing += " (a rest: vLLM stores whole chunks)" if missing and of_rest else ""
     cells = "; ".join(text for text in (where, missing, "pinned" if state["is_pinned"] else "") if text)
     return rank, cells, *_size_and_age(state["places"])
 
