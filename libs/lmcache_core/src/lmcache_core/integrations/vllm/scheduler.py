@@ -12,7 +12,7 @@ from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.naming import Namer
-from lmcache_core.integrations.vllm.offers import Offer, Offers
+from lmcache_core.integrations.vllm.offers import Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestState
@@ -79,7 +79,7 @@ class SchedulerSide:
             self._ask(state)
             if state.offer is None:
                 return (None, False) if state.asked_at is not None else (0, False)
-        num_tokens = self._end_of(state, state.offer) - num_local
+        num_tokens = min(state.offer.num_chunks * self._chunk_size, self._limit_of(state)) - num_local
         if num_tokens < self._block_size:
             return 0, False
         return num_tokens, self._options.is_async
@@ -207,9 +207,6 @@ class SchedulerSide:
         In an asynchronous load vLLM itself steps back by that one, but a window then reaches back to a token whose block it has dropped.
         """
         return int(state.request.num_tokens) - (0 if self._options.is_async and not self._has_windows else 1)
-
-    def _end_of(self, state: RequestState, offer: Offer) -> int:
-        return min(offer.num_chunks * self._chunk_size, self._limit_of(state))
 
     def _shelf_life_s(self, state: RequestState) -> float:
         """How long an offer is good: others may have stored more meanwhile, or the store may keep it no longer."""
