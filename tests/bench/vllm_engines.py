@@ -77,6 +77,10 @@ class TimedEngine:
         """Make the engine."""
         self._process.open(self._options)
 
+    def kill(self) -> None:
+        """End it at once; by itself an engine takes seconds."""
+        self._process.kill()
+
     def first_token(self, tokens: Sequence[int]) -> Took:
         """Answer with one token."""
         return Took(**self._process.call(FIRST_TOKEN_TIMEOUT_S, do="first_token", name="engine", tokens=list(tokens)))

@@ -95,15 +95,16 @@ def overhead(took: Mapping[str, Sequence[Took]], sidecar_cpu: Mapping[str, Seque
     cold_cpu_s = statistics.median(each.cpu_seconds for each in cold)
     sidecar_s = statistics.mean(sidecar_cpu[rounds.STORED]) - statistics.mean(sidecar_cpu[rounds.COLD])
     store_cpu_s = statistics.median(each.store_cpu_seconds for each in stored)
-    differences = [with_.seconds - without.seconds for with_, without in zip(stored, cold, strict=True)]
+    longer_s, longer_cpu_s = (statistics.median(_differences(stored, cold, name)) for name in ("seconds", "cpu_seconds"))
     store_s, scheduler_s = (statistics.median(getattr(each, f"{side}_seconds") for each in stored) for side in ("store", "scheduler"))
     goal = f"goal: {GOAL_STORE:.0%}"
     figures = (
         ("a cold request that is not stored", cold_s, cold_s, "wall clock"),
-        ("what one that is stored takes longer", statistics.median(differences), cold_s, f"{goal}; median over the pairs"),
+        ("what one that is stored takes longer", longer_s, cold_s, f"{goal}; median over the pairs"),
         ("vLLM waits for the store", store_s, cold_s, goal),
         ("vLLM waits for the scheduler's side", scheduler_s, cold_s, "it asks for KV that nobody has, and names what is stored"),
         ("processor time of a cold request", cold_cpu_s, cold_cpu_s, "of vLLM, all threads"),
+        ("what one that is stored takes more of it", longer_cpu_s, cold_cpu_s, "median over the pairs"),
         ("processor time of a store, in vLLM", store_cpu_s, cold_cpu_s, "copy and digest"),
         ("processor time of a store, in the sidecar", sidecar_s, cold_cpu_s, "with disk, storage, lookup behind it; mean"),
         ("processor time of a store, together", store_cpu_s + sidecar_s, cold_cpu_s, goal),
@@ -121,6 +122,10 @@ def described(machine: str) -> str:
 
 def _ratio(mine: Sequence[Took], others: Sequence[Took]) -> float:
     return statistics.median(one.seconds / other.seconds for one, other in zip(mine, others, strict=True))
+
+
+def _differences(mine: Sequence[Took], others: Sequence[Took], name: str) -> list[float]:
+    return [getattr(one, name) - getattr(other, name) for one, other in zip(mine, others, strict=True)]
 
 
 def _others_seconds() -> float:

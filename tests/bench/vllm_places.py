@@ -87,7 +87,11 @@ def running_places(model: Path) -> Iterator[Places]:
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
             list(pool.map(TimedEngine.open, places.engines))
         places.sync.watch()
-        yield places
+        try:
+            yield places
+        finally:
+            for engine in places.engines:
+                engine.kill()
 
 
 def _started(owner: Owner, model: Path, arenas: Path) -> Places:

@@ -1,0 +1,47 @@
+"""What the bench says of vLLM: its tables, and the sentence where there is no vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench import vllm_part
+from tests.bench import vllm_rounds as rounds
+from tests.bench.vllm_engines import Took
+
+
+def took(seconds: float, **figures: float) -> Took:
+    return Took(seconds=seconds, cpu_seconds=seconds, num_cached=0, token=1, **figures)
+
+
+def test_first_tokens_are_held_against_those_of_the_same_round() -> None:
+    prefix = [0.01, 0.02, 0.04]
+    found = {row: [took(2 * seconds) for seconds in prefix] for row in vllm_part.FIRST_TOKEN_ROWS}
+    found[rounds.COLD] = [took(100 * seconds) for seconds in prefix]
+    found[rounds.PREFIX] = [took(seconds) for seconds in prefix]
+    rows = {row[0]: row[1:5] for row in vllm_part.first_tokens(found).rows}
+    assert rows["cold"] == ("2000.0", "1000.0 … 4000.0", "1", "100.00")
+    assert rows["vLLM's own prefix cache"] == ("20.0", "10.0 … 40.0", "100", "1.00")
+    assert rows["memory of the sidecar, sync"] == ("40.0", "20.0 … 80.0", "50", "2.00")
+    assert len(rows) == len(vllm_part.FIRST_TOKEN_ROWS)
+
+
+def test_what_a_store_costs_is_a_share_of_the_cold_request() -> None:
+    found = {
+        rounds.COLD: [took(10.0), took(12.0), took(9.0)],
+        rounds.STORED: [took(seconds, store_seconds=0.05, store_cpu_seconds=0.1, scheduler_seconds=0.02) for seconds in (10.2, 12.1, 9.4)],
+    }
+    sidecar_cpu = {rounds.COLD: [0.1, 0.1, 0.1], rounds.STORED: [0.2, 0.2, 0.5]}
+    rows = {row[0]: row[1:3] for row in vllm_part.overhead(found, sidecar_cpu).rows}
+    assert rows["what one that is stored takes longer"] == ("200.0", "2.00%")
+    assert rows["vLLM waits for the store"] == ("50.0", "0.50%")
+    assert rows["vLLM waits for the scheduler's side"] == ("20.0", "0.20%")
+    assert rows["processor time of a store, in the sidecar"] == ("200.0", "2.00%")
+    assert rows["processor time of a store, together"] == ("300.0", "3.00%")
+
+
+def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_part, "HOME", tmp_path)
+    with pytest.raises(vllm_part.VLLMMissingError, match=r"make \.vllm/\S+/\.ready"):
+        vllm_part.measure(lambda name, work: pytest.fail(f"{name} has begun"))
