@@ -88,6 +88,26 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
     assert caplog.text.count("served without the cache") == 2
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_half_a_role_is_refused(module: ModuleType, model: Path, role: str) -> None:
+    """For a producer vLLM gives blocks away that a step underway still writes to: what is loaded into them would not last."""
+    with pytest.raises(ConfigError, match=f'kv_role="{role}".* set kv_role to "kv_both"'):
+        connector_of(module, model, embedded(), kv_role=role)
+
+
+def test_stages_of_a_pipeline_have_layouts_of_their_own(module: ModuleType, model: Path, tmp_path: Path) -> None:
+    """They may have different numbers of layers, and a sidecar refuses two layouts under one name."""
+    hellos = []
+    for rank in range(4):
+        config = vllm_config(Shape(num_ranks=2), model, beside(tmp_path / "s.sock"), rank, engine_id="e")
+        config.parallel_config.pipeline_parallel_size = 2
+        worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, kv_cache_config(PLAIN))
+        hellos.append(worker._open_store.store._link._hello)
+        worker.shutdown()
+    assert [hello.client for hello in hellos] == ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
+    assert [hello.rank for hello in hellos] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_where_steps_overlap_loads_are_asynchronous(module: ModuleType, model: Path, overlaps: bool) -> None:
     """vLLM would hear that a synchronous one has failed when the next step has begun to compute with it, and to store."""

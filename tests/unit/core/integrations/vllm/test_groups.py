@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.groups import blocks_of, cache_groups, check_chunk_size, fails_by_block
+from lmcache_core.sidecar.messages import MAX_CHAINS
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config
@@ -82,6 +83,12 @@ def test_groups_on_the_host_are_refused() -> None:
     config.kv_cache_groups[0].host_resident = True
     with pytest.raises(LayoutError):
         cache_groups(config)
+
+
+def test_more_groups_than_a_sidecar_is_asked_about_are_refused() -> None:
+    assert len(cache_groups(config_of(*[FULL] * MAX_CHAINS))) == MAX_CHAINS
+    with pytest.raises(LayoutError, match="17 cache groups"):
+        cache_groups(config_of(*[FULL] * (MAX_CHAINS + 1)))
 
 
 def test_a_model_without_kv_is_refused() -> None:

@@ -84,8 +84,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
         identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
         roots = Roots(identity)
-        engine_id = str(vllm_config.kv_transfer_config.engine_id)
         rank = vllm_config.parallel_config.rank if self.role is base.KVConnectorRole.WORKER else 0
+        engine_id = _engine_id(vllm_config, rank)
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         names = tuple(group.name for group in groups)
         self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt)
@@ -267,8 +267,19 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
 
 def _options_of(vllm_config: Any) -> ConnectorOptions:
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    transfer = vllm_config.kv_transfer_config
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        # Blocks that a load may write to are kept from the steps underway for consumers only.
+        raise ConfigError(f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to "kv_both"')
+    extra = transfer.kv_connector_extra_config
     return read_options(extra, vllm_config.device_config.device_type, vllm_config.parallel_config.world_size)
+
+
+def _engine_id(vllm_config: Any, rank: int) -> str:
+    """Names the workers that must agree on what a chunk holds: of a pipeline, those of one stage."""
+    engine_id, parallel = str(vllm_config.kv_transfer_config.engine_id), vllm_config.parallel_config
+    stage = rank // parallel.tensor_parallel_size
+    return f"{engine_id}/stage{stage}" if parallel.pipeline_parallel_size > 1 else engine_id
 
 
 def _steps_overlap(vllm_config: Any) -> bool:

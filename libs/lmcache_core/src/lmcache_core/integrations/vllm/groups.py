@@ -10,6 +10,8 @@ from lmcache_core.errors import LayoutError
 
 NULL_BLOCK = 0
 """vLLM's placeholder: a block that a request does not have (any more)."""
+MAX_GROUPS = 16
+"""What one question to the sidecar names."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
 
@@ -59,11 +61,14 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
         kv_cache_config: vLLM's `KVCacheConfig`.
 
     Raises:
-        LayoutError: A group's state is not one KV per token (state-space layers, for example): such a model is not cached.
+        LayoutError: A group's state is not one KV per token (state-space layers, for example), or there are more than `MAX_GROUPS`: such a
+            model is not cached.
     """
     wanted = [(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
     if not wanted:
         raise LayoutError("the model has no KV cache")
+    if len(wanted) > MAX_GROUPS:
+        raise LayoutError(f"the model has {len(wanted)} cache groups; at most {MAX_GROUPS} can be cached")
     groups = []
     for number, (index, group) in enumerate(wanted):
         specs = _layer_specs(group)
