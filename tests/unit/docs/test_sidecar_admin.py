@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from lmcache_core.telemetry import (
+    FAILED_CALLS_TOTAL,
+    MISSED_CHUNKS_TOTAL,
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+)
 from lmcache_servicekit.runner import EXIT_BY_SIGNAL
 from lmcache_sidecar import metrics
 from lmcache_sidecar.admin.explain_schemas import MAX_EXPLAINED_TOKENS
@@ -16,11 +24,13 @@ from lmcache_sidecar.handover import DrainState
 from lmcache_sidecar.handover.handover import MAX_TRIES
 from lmcache_sidecar.handover.peers import MAX_TAKERS
 from lmcache_sidecar.pinned import MAX_PINNED_CHUNKS, PIN_BOUND
-from lmcache_sidecar.settings import SidecarSettings
+from lmcache_sidecar.settings import SidecarSettings, default_run_directory
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 OPERATIONS = (DOCS / "operations.md").read_text(encoding="utf-8")
+VLLM = (DOCS / "vllm.md").read_text(encoding="utf-8")
 PROTOCOLS = (DOCS / "protocols.md").read_text(encoding="utf-8")
+VLLM_FIGURES = (FAILED_CALLS_TOTAL, MISSED_CHUNKS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL)
 
 
 def test_every_route_is_in_the_protocols() -> None:
@@ -28,6 +38,19 @@ def test_every_route_is_in_the_protocols() -> None:
     for path in create_app(SidecarSettings()).openapi()["paths"]:
         if path.startswith("/v1/"):
             assert path in section or path.removeprefix("/v1/") in section.splitlines()[1], path
+
+
+def test_every_counter_is_told() -> None:
+    assert [name for name in metrics.DESCRIBED if f"`{name}`" not in OPERATIONS] == []
+    assert [name for name in VLLM_FIGURES if f"`{name.removeprefix('lmcache_').removesuffix('_total')}`" not in VLLM] == []
+
+
+def test_the_socket_is_told_where_a_new_user_looks_for_it() -> None:
+    assert default_run_directory().name == f"lmcache-{os.getuid()}"
+    assert "/lmcache-<uid>/sidecar.sock" in VLLM
+    in_the_chart = "/run/lmcache/socket/sidecar.sock"
+    assert in_the_chart in VLLM
+    assert in_the_chart in (DOCS.parent / "helm/lmcache/templates/_config.tpl").read_text(encoding="utf-8")
 
 
 def test_the_drain_is_explained() -> None:

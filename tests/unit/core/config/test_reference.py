@@ -48,4 +48,4 @@ def test_its_examples_are_right(tmp_path):
         LMCacheEngineConfig.from_file(str(path))
     variables = reference().split("\n```\nLMCACHE_", 1)[1].partition("```")[0]
     environ = dict(line.split("=", 1) for line in f"LMCACHE_{variables}".splitlines())
-    assert LMCacheEngineConfig.from_env(environ).sidecar_socket == "/run/lmcache/sidecar.sock"
+    assert LMCacheEngineConfig.from_env(environ).sidecar_socket == "/run/lmcache/socket/sidecar.sock"

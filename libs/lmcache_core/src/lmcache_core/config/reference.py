@@ -15,7 +15,7 @@ _HEAD = """\
 # Configuration of the engine
 
 Made by `python -m lmcache_core.config.reference > docs/configuration.md` from the model in `lmcache_core/config/`; a test compares the
-two. The services have options of their own: each prints them with `--help`.
+two. The services have options of their own: each prints them with `--print-config`.
 
 A wrong name, an impossible value or a contradiction is a `ConfigError` that names the option, its value and what to do. Sizes are in GB,
 which are 2^30 bytes. Options marked with ° are this library's own and go by name; the others are the documented fifteen, in whose order
@@ -77,7 +77,7 @@ prefill_tokens_per_s: 8000
 Beside the pod's sidecar, which owns memory, disk, peers and the remote tier:
 
 ```
-LMCACHE_SIDECAR_SOCKET=/run/lmcache/sidecar.sock
+LMCACHE_SIDECAR_SOCKET=/run/lmcache/socket/sidecar.sock
 LMCACHE_SAVE_DECODE_CACHE=true
 LMCACHE_ERROR_HANDLING=true
 ```
