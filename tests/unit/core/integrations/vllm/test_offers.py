@@ -68,9 +68,18 @@ def test_a_missing_chunk_of_a_window_shortens_the_offer_to_in_front_of_it() -> N
     assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [b"".join(HASHES[3:5]), b"".join(HASHES[2:4])]
 
 
-def test_the_last_missing_chunk_decides() -> None:
-    store = ScriptedStore([hot(5), Staged(True, (b"\0\1",)), Staged(True, (b"\1\1",))])
+def test_the_first_missing_chunk_decides() -> None:
+    """Every prefix between it and the one that was tried has it in its window, too: none of them is worth a try."""
+    store = ScriptedStore([hot(5), Staged(True, (b"\0\0",)), Staged(True, (b"\1\1",))])
     offer, _ = ask(store, HYBRID)
+    assert offer.num_chunks == 3
+    assert len(store.asked) == 3
+
+
+def test_of_several_windows_the_earliest_missing_chunk_decides() -> None:
+    shape = Shape((FULL, window(10), window(18)))
+    store = ScriptedStore([hot(5), Staged(True, (b"\1\0", b"\1\0\1")), Staged(True, (b"\1\1", b"\1\1\1"))])
+    offer, _ = ask(store, shape)
     assert offer.num_chunks == 3
 
 
@@ -85,7 +94,7 @@ def test_windows_alone() -> None:
 
 
 def test_tries_are_bounded() -> None:
-    store = ScriptedStore([Staged(True, (b"\1\0",))])
+    store = ScriptedStore([Staged(True, (b"\1\0",))])  # it finds the last one missing, whatever it is asked
     many = [hashlib.sha256(bytes([i])).digest() for i in range(100)]
     offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(Shape((window(10),))), CHUNK_SIZE)  # type: ignore[arg-type]
     assert offers.ask("r", many, 802, None) == (Offer(0), True)

@@ -87,12 +87,12 @@ class Offers:
             staged = self._store.stage(ticket + WINDOW_TICKET, chains, is_prefix=False, recompute_s=recompute_s)
             if staged is None:
                 return Offer(0), True
-            missing = [first + tiers.rfind(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=True) if 0 in tiers]
+            missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=True) if 0 in tiers]
             if not missing:
                 return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks), True
             if not staged.is_ready:
                 return Offer(0), False
-            num_chunks = max(missing)
+            num_chunks = min(missing)  # every longer prefix up to this one has that chunk in its window, too
             origins = origins[:num_chunks]
         return Offer(0), True
 
