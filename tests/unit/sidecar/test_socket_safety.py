@@ -200,3 +200,25 @@ def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> No
         (session,) = running.server.sessions
         assert session.describe()["num_reservations"] == session.describe()["reserved_bytes"] == 0
         raw.close()
+
+
+class UsedAgain(UnrecordedExtents):
+    """The next start uses the same memory."""
+
+    needs_locks = True
+
+
+@pytest.mark.parametrize(("extents", "is_lent"), [(UsedAgain(), False), (UnrecordedExtents(), True)])
+def test_who_takes_no_lock_is_lent_no_memory_that_the_next_start_uses(
+    tmp_path: Path, extents: UnrecordedExtents, is_lent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_socket(tmp_path, extents=extents) as running:
+        raw = greeted(running)  # as a client of an earlier release
+        assert say(raw, m.Reserve((1000,))) == m.ReserveOk((((1, 0) if is_lent else None),))
+        assert ("client test takes no lock" in caplog.text) is not is_lent
+        assert isinstance(say(raw, m.Pin((), 1)), m.PinOk)
+        raw.close()
+        client = SidecarConnection(running.path, HELLO, 5.0)
+        client.open()
+        assert client.call(m.Reserve((1000,)), m.ReserveOk).reservations[0] is not None
+        client.close()

@@ -14,6 +14,7 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.store import STAGE_TIMEOUT_S
 from lmcache_core.telemetry import Counters
+from msgspec.structs import replace
 
 from tests.fixtures.chains import chain_of
 from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
@@ -125,4 +126,4 @@ def test_a_sidecar_that_takes_no_description_is_away(tmp_path: Path) -> None:
     with store_at(tmp_path, m.Refused("protocol", "no"), describe=lambda salt: described) as (store, sidecar):
         assert store.stage("t", CHAINS) is None
         assert store._link.connection is None
-        assert sidecar.requests[:2] == [HELLO, described]
+        assert sidecar.requests[:2] == [replace(HELLO, capabilities=(*m.CAPABILITIES, m.LOCKS)), described]

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
 from lmcache_core.record import HotVerifier
-from lmcache_core.sidecar.messages import LENGTH, Hello, HelloOk, Message, Refused, check_length, decode_answer, encode
+from lmcache_core.sidecar.messages import LENGTH, LOCKS, Hello, HelloOk, Message, Refused, check_length, decode_answer, encode
 
 A = TypeVar("A", bound=Message)
 _FIXES: dict[type[Exception], str] = {
@@ -37,7 +39,7 @@ class SidecarConnection:
 
     def __init__(self, path: Path, hello: Hello, timeout_s: float) -> None:
         self._path = path
-        self._hello = hello
+        self._hello = replace(hello, capabilities=(*hello.capabilities, LOCKS))
         self._timeout_s = timeout_s
         self._turn = threading.Lock()
         self._books = threading.Lock()

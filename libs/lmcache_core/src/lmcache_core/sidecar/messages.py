@@ -39,6 +39,8 @@ CAPABILITIES = (STAGE, REJECT, DESCRIBE)
 """What is beyond the first messages of version 1: each is said only to a side that has named it."""
 ON_DEVICE = "on_device"
 """The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
+LOCKS = "locks"
+"""The client takes the lock of the sidecar's generation before it maps the arena: else the next sidecar cannot know what it writes to."""
 
 _Capabilities = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 

@@ -45,6 +45,8 @@ class ExtentBooks:
         clock: Seconds since the epoch.
     """
 
+    needs_locks = True
+
     def __init__(self, arena: SharedArena, journal: Journal, found: Found, clock: Callable[[], float] = time.time) -> None:
         self._begin = Begin(VERSION, arena.size, arena.inode)
         self._generation = arena.generation

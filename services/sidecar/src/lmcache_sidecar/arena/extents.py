@@ -9,7 +9,13 @@ from lmcache_core.memory import MemoryObj
 
 
 class ReservedExtents(Protocol):
-    """Hears of reservations, so that the next start of the sidecar knows what clients may still be writing to."""
+    """Hears of reservations, so that the next start of the sidecar knows what clients may still be writing to.
+
+    Attributes:
+        needs_locks: Whether the next start uses the same memory, so that clients must hold the lock of their generation.
+    """
+
+    needs_locks: bool
 
     def reserved(self, memories: Sequence[MemoryObj]) -> bool:
         """Clients are about to be lent this memory; False: it must not be lent to them."""
@@ -23,6 +29,8 @@ class ReservedExtents(Protocol):
 
 class UnrecordedExtents:
     """Nothing is written down: the next start uses a new arena, and what is written to this one does no harm."""
+
+    needs_locks = False
 
     def reserved(self, memories: Sequence[MemoryObj]) -> bool:
         """See `ReservedExtents.reserved`."""

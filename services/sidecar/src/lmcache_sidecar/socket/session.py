@@ -45,6 +45,7 @@ class Session:
         self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
         self._descriptions: dict[m.Describe, None] = {}
         self._is_draining = False
+        self._may_store = False
         self.hello: m.Hello | None = None
 
     def describe(self) -> dict[str, int | str]:
@@ -137,6 +138,9 @@ class Session:
             return m.Refused("layout", refusal[:MAX_REFUSAL_CHARS])
         self.hello = hello
         context = self._context
+        self._may_store = m.LOCKS in hello.capabilities or not context.extents.needs_locks
+        if not self._may_store:
+            logger.warning("client %s takes no lock of the arena, as earlier releases do not: it can load, and store nothing", hello.client)
         arena = context.arena
         verify_hot = context.verify_hot
         if verify_hot == VERIFY_AUTO:  # where a GPU computes, a digest of every load would take longer than the rest of it
@@ -161,7 +165,8 @@ class Session:
                 result.release()
 
     def _reserve(self, request: m.Reserve) -> m.ReserveOk:
-        reservations = (None,) * len(request.sizes) if self._is_draining else self._reservations.add(request.sizes)
+        is_open = not self._is_draining and self._may_store
+        reservations = self._reservations.add(request.sizes) if is_open else (None,) * len(request.sizes)
         self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, reservations.count(None))
         return m.ReserveOk(reservations)
 
