@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 @pytest.fixture
 def events(module: ModuleType) -> Any:
-    return module.StoredEvents(CHUNK_SIZE, 4, 2)
+    return module.StoredEvents(CHUNK_SIZE, 4, 2, [0, 3])
 
 
 def state_of(**options: Any) -> RequestState:
@@ -40,7 +40,7 @@ def test_an_event_has_vllms_names_and_tokens(events: Any) -> None:
     assert (first.block_hashes, first.parent_block_hash) == (blocks[2:4], blocks[1])
     assert (second.block_hashes, second.parent_block_hash) == (blocks[4:6], blocks[3])
     assert (first.token_ids, first.block_size) == (prompt(1, 43)[8:16], 4)
-    assert (first.lora_name, first.lora_id, first.medium, first.group_idx) == ("adapter", 7, "CPU", 1)
+    assert (first.lora_name, first.lora_id, first.medium, first.group_idx) == ("adapter", 7, "CPU", 3)
     assert events.take() == []
 
 

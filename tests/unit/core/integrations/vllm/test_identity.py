@@ -30,7 +30,7 @@ def identity(
     config = vllm_config(shape, model, embedded(**options), 0)
     change(config)
     caches = kv_cache_config(shape)
-    read = read_options(config.kv_transfer_config.kv_connector_extra_config, "cpu", 1)
+    read = read_options(config.kv_transfer_config.kv_connector_extra_config, "cpu")
     return identity_of(config, caches, cache_groups(caches), read, release)
 
 
@@ -164,7 +164,7 @@ def test_older_releases_do_not_say_who_holds_the_same(model: Path, shape: Shape,
     caches = kv_cache_config(shape)
     del caches.kv_tp_replicas
     config = vllm_config(shape, model, embedded(), 0)
-    of = identity_of(config, caches, cache_groups(caches), read_options(embedded(), "cpu", 2), "0.27.1")
+    of = identity_of(config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1")
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
 
 

@@ -19,30 +19,30 @@ def _no_options_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "lmcache."])
 def test_names_with_and_without_prefix(prefix: str) -> None:
-    options = read_options({prefix + "max_local_cpu_size": 2.0, prefix + "chunk_size": 64, prefix + "load": "async"}, "cpu", 1)
+    options = read_options({prefix + "max_local_cpu_size": 2.0, prefix + "chunk_size": 64, prefix + "load": "async"}, "cpu")
     assert (options.engine.max_local_cpu_size, options.engine.chunk_size, options.load) == (2.0, 64, "async")
 
 
 def test_what_is_meant_for_others_is_passed_over() -> None:
-    assert read_options({**PLACE, "other_connector": 1, "path": "x"}, "cpu", 1).engine.max_local_cpu_size == 1.0
+    assert read_options({**PLACE, "other_connector": 1, "path": "x"}, "cpu").engine.max_local_cpu_size == 1.0
 
 
 @pytest.mark.parametrize(
-    ("device", "num_workers", "load", "layout"),
-    [("cpu", 1, "sync", "blocks"), ("cpu", 2, "async", "blocks"), ("cuda", 1, "async", "tokens"), ("cuda", 8, "async", "tokens")],
+    ("device", "layout"),
+    [("cpu", "blocks"), ("cuda", "tokens")],
 )
-def test_defaults_are_those_of_the_device(device: str, num_workers: int, load: str, layout: str) -> None:
-    options = read_options(PLACE, device, num_workers)
-    assert (options.load, options.layout, options.is_async) == (load, layout, load == "async")
-    chosen = read_options({**PLACE, "load": "auto", "layout": "auto"}, device, num_workers)
-    assert chosen == options
+def test_defaults_are_those_of_the_device(device: str, layout: str) -> None:
+    options = read_options(PLACE, device)
+    assert (options.load, options.layout, options.is_async) == ("async", layout, True)
+    assert read_options({**PLACE, "layout": "auto"}, device) == options
+    assert not read_options({**PLACE, "load": "sync"}, device).is_async
 
 
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
         ({"lmcache.chunk_sise": 64}, r"lmcache\.chunk_sise is no option.*chunk_size"),
-        ({"lmcache.load": "later"}, r"lmcache\.load='later': must be one of auto, sync, async"),
+        ({"lmcache.load": "later"}, r"lmcache\.load='later': must be one of async, sync"),
         ({"lmcache.layout": "pages"}, r"lmcache\.layout='pages': must be one of auto, blocks, tokens"),
         ({"lmcache.chunk_size": 0}, "chunk_size=0"),
         ({"lmcache.revision": 7}, r"lmcache\.revision=7: must be text"),
@@ -53,29 +53,29 @@ def test_defaults_are_those_of_the_device(device: str, num_workers: int, load: s
 )
 def test_errors(extra: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        read_options(PLACE | extra if "lmcache.sidecar_socket" not in extra else extra, "cpu", 1)
+        read_options(PLACE | extra if "lmcache.sidecar_socket" not in extra else extra, "cpu")
 
 
 def test_a_place_for_kv_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'names no place for KV: set "lmcache\.sidecar_socket".*max_local_cpu_size'):
-        read_options({}, "cpu", 1)
+        read_options({}, "cpu")
     monkeypatch.setenv("LMCACHE_SIDECAR_SOCKET", "/run/s.sock")
-    assert read_options({}, "cpu", 1).engine.sidecar_socket == "/run/s.sock"
+    assert read_options({}, "cpu").engine.sidecar_socket == "/run/s.sock"
 
 
 def test_a_file_and_what_stands_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text("chunk_size: 64\nmax_local_cpu_size: 3\n")
-    of_file = read_options({"lmcache.config_file": str(file), "lmcache.chunk_size": 32}, "cpu", 1).engine
+    of_file = read_options({"lmcache.config_file": str(file), "lmcache.chunk_size": 32}, "cpu").engine
     assert (of_file.chunk_size, of_file.max_local_cpu_size) == (32, 3)
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
-    assert read_options({}, "cpu", 1).engine.chunk_size == 64
+    assert read_options({}, "cpu").engine.chunk_size == 64
 
 
 def test_short_chunks_are_never_stored() -> None:
-    assert not read_options({**PLACE, "lmcache.save_unfull_chunk": True}, "cpu", 1).engine.save_unfull_chunk
+    assert not read_options({**PLACE, "lmcache.save_unfull_chunk": True}, "cpu").engine.save_unfull_chunk
 
 
 def test_names_that_are_given() -> None:
-    options = read_options({**PLACE, "model_name": "m", "revision": "r", "kv_cache_layout": "HND"}, "cpu", 1)
+    options = read_options({**PLACE, "model_name": "m", "revision": "r", "kv_cache_layout": "HND"}, "cpu")
     assert (options.model_name, options.revision, options.kv_cache_layout) == ("m", "r", "HND")

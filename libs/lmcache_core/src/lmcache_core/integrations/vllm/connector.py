@@ -100,7 +100,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         events = vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(group.block_size for group in groups)
-            self._events = StoredEvents(options.engine.chunk_size, hash_block_size, identity.num_ranks)
+            self._events = StoredEvents(options.engine.chunk_size, hash_block_size, identity.num_ranks, [group.index for group in groups])
             self._scheduler.on_planned = self._events.planned
 
     @property
@@ -272,7 +272,7 @@ def _options_of(vllm_config: Any) -> ConnectorOptions:
         # Blocks that a load may write to are kept from the steps underway for consumers only.
         raise ConfigError(f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to "kv_both"')
     extra = transfer.kv_connector_extra_config
-    return read_options(extra, vllm_config.device_config.device_type, vllm_config.parallel_config.world_size)
+    return read_options(extra, vllm_config.device_config.device_type)
 
 
 def _engine_id(vllm_config: Any, rank: int) -> str:

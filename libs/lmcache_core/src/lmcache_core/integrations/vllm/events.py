@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
@@ -23,9 +24,11 @@ class StoredEvents:
         chunk_size: Tokens in a chunk.
         hash_block_size: Tokens behind one of vLLM's block hashes.
         num_ranks: Workers that store a chunk.
+        indices: vLLM's number of each cache group.
     """
 
-    def __init__(self, chunk_size: int, hash_block_size: int, num_ranks: int) -> None:
+    def __init__(self, chunk_size: int, hash_block_size: int, num_ranks: int, indices: Sequence[int]) -> None:
+        self._indices = tuple(indices)
         self._chunk_size = chunk_size
         self._block_size = hash_block_size
         self._num_ranks = num_ranks
@@ -49,7 +52,7 @@ class StoredEvents:
                 lora_id=None if lora is None else lora.lora_int_id,
                 medium=MEDIUM,
                 lora_name=None if lora is None else lora.lora_name,
-                group_idx=run.group,
+                group_idx=self._indices[run.group],
             )
         while len(self._planned) > MAX_ANNOUNCEMENTS:
             self._planned.popitem(last=False)

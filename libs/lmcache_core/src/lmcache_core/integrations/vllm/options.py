@@ -28,8 +28,9 @@ class ConnectorOptions:
 
     Attributes:
         engine: Options of the cache.
-        load: When KV is loaded: "sync", before the forward pass of the request's first step; or "async", while the request waits and
-            others go on.
+        load: When KV is loaded: "async" (default), while the request waits and others go on; or "sync", before the forward pass of the
+            request's first step. When a synchronous load fails and the request ends before it has computed that KV, vLLM may take the
+            blocks for KV all the same; so this is for those who know that they need it.
         layout: What a chunk holds: "tokens", so that engines with other block sizes and layouts can use it; or "blocks", vLLM's blocks as
             they are, for backends that pack their inside.
         kv_cache_layout: Layout to ask vLLM for, in its words; None: whatever it likes.
@@ -50,13 +51,12 @@ class ConnectorOptions:
         return self.load == ASYNC
 
 
-def read_options(extra: Mapping[str, Any], device: str, num_workers: int) -> ConnectorOptions:
+def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     """The options of an engine.
 
     Args:
         extra: `kv_connector_extra_config`: options of `LMCacheEngineConfig` and those above, with or without the prefix "lmcache.".
         device: Type of vLLM's device: on "cpu", blocks are packed.
-        num_workers: Workers of the engine.
 
     Raises:
         ConfigError: An option is unknown, or its value impossible.
@@ -69,10 +69,8 @@ def read_options(extra: Mapping[str, Any], device: str, num_workers: int) -> Con
     for name in TEXTS:
         if own[name] is not None and not (isinstance(own[name], str) and own[name]):
             raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or left out")
-    load = _one_of("load", own["load"] or AUTO, (AUTO, SYNC, ASYNC))
+    load = _one_of("load", own["load"] or ASYNC, (ASYNC, SYNC))
     layout = _one_of("layout", own["layout"] or AUTO, (AUTO, BLOCKS, TOKENS))
-    if load == AUTO:
-        load = SYNC if device == "cpu" and num_workers == 1 else ASYNC
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
     engine = _engine_config(own["config_file"], named)
