@@ -67,7 +67,7 @@ def test_without_it_there_is_no_sidecar(sidecar: ScriptedSidecar, tmp_path: Path
         forget_generation(tmp_path, GENERATION)
     else:
         sidecar.arena.unlink()
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError, match="see the sidecar's arena_path" if what == "generation" else "No such file"):
         connected(sidecar)
     assert is_over(tmp_path, GENERATION) == (what == "arena"), "one that has failed holds nothing"
 

@@ -96,7 +96,8 @@ def join_generation(directory: Path, generation: int) -> FileLock:
     try:
         fd = os.open(path, _READ)
     except (OSError, ValueError) as exc:
-        raise UnavailableError(f"generation {path}: {exc}") from exc
+        what = getattr(exc, "strerror", None) or exc
+        raise UnavailableError(f"{path}: {what}; engines must see the sidecar's arena_path, by that name, and be allowed to read it") from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as exc:
