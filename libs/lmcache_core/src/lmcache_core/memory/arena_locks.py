@@ -97,7 +97,9 @@ def join_generation(directory: Path, generation: int) -> FileLock:
         fd = os.open(path, _READ)
     except (OSError, ValueError) as exc:
         what = getattr(exc, "strerror", None) or exc
-        raise UnavailableError(f"{path}: {what}; engines must see the sidecar's arena_path, by that name, and be allowed to read it") from exc
+        raise UnavailableError(
+            f"{path}: {what}; engines must see the sidecar's arena_path, by that name, and be allowed to read it"
+        ) from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as exc:
