@@ -47,13 +47,18 @@ def test_stats_are_made_again_from_what_travelled(module: ModuleType) -> None:
     assert module.LMCacheConnector.build_kv_connector_stats().is_empty()
 
 
-def test_prometheus(module: ModuleType) -> None:
-    registry = CollectorRegistry()
+def kinds_of(registry: CollectorRegistry) -> dict[Any, Any]:
+    """vLLM's makers of metrics, in a registry of the test's own."""
 
     def make(kind: Any) -> Any:
         return lambda **options: kind(registry=registry, **options)
 
-    kinds = {kind: make(kind) for kind in (Counter, Gauge, Histogram)}
+    return {kind: make(kind) for kind in (Counter, Gauge, Histogram)}
+
+
+def test_prometheus(module: ModuleType) -> None:
+    registry = CollectorRegistry()
+    kinds = kinds_of(registry)
     labels = {0: ["model", "0"], 1: ["model", "1"]}
     metrics = module.LMCacheConnector.build_prom_metrics(SimpleNamespace(), kinds, ["model_name", "engine"], labels)
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 40, "something new": 1}, engine_idx=1)
@@ -61,3 +66,16 @@ def test_prometheus(module: ModuleType) -> None:
     name = "vllm:" + RETRIEVED_TOKENS_TOTAL
     assert registry.get_sample_value(name, {"model_name": "model", "engine": "1"}) == 48
     assert registry.get_sample_value(name, {"model_name": "model", "engine": "0"}) == 0
+
+
+def test_the_class_is_known_by_name_where_figures_are_read(module: ModuleType) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for _ in range(2):
+        kinds = kinds_of(CollectorRegistry())
+        module.LMCacheConnector.build_prom_metrics(SimpleNamespace(), kinds, ["model_name"], {0: ["model"]})
+        assert KVConnectorFactory.get_connector_class_by_name("LMCacheConnector") is module.LMCacheConnector
+
+
+def test_figures_read_as_a_dictionary(stats: Any) -> None:
+    assert stats.Stats(data={"a": 1})["data"] == {"a": 1}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from lmcache_core.telemetry import (
@@ -34,6 +36,8 @@ DESCRIBED = MappingProxyType(
     }
 )
 PROMETHEUS_PREFIX = "vllm:"
+CONNECTOR = ("LMCacheConnector", "lmcache_core.integrations.vllm", "LMCacheConnector")
+"""Name, module and class."""
 
 
 @dataclass
@@ -41,6 +45,10 @@ class LMCacheStats(KVConnectorStats):
     """How much the counters of `DESCRIBED` have grown, by name."""
 
     data: dict[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """The field of that name: vLLM 0.27's `MultiConnector` takes figures that never left the process for a dictionary."""
+        return getattr(self, name)
 
     def reset(self) -> None:
         """Begin anew."""
@@ -85,6 +93,7 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _make_known()
         kind = metric_types[Counter]
         self._metrics = {}
         for name, text in DESCRIBED.items():
@@ -96,3 +105,10 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             if name in self._metrics:
                 self._metrics[name][engine_idx].inc(amount)
+
+
+def _make_known() -> None:
+    """Tell vLLM our class by name. The process of its HTTP server makes the figures of a `MultiConnector`'s children anew by the names of
+    their classes, and ends where it does not know one, as it knows none that came by the path of its module."""
+    with contextlib.suppress(ValueError):  # known already, from an engine before
+        KVConnectorFactory.register_connector(*CONNECTOR)
