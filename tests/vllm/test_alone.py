@@ -16,7 +16,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import vllm_environment
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, num_chunks
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, beside_example, fill
 
 
 @EITHER_LOAD
@@ -128,19 +128,7 @@ def test_beside_another_connector(world: World, load: str) -> None:
     """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(244, 1000)), Ask(prompt(245, 700))
-    options = world.options(lmcache_load=load)
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(world.owner.directory / "example")},
-    }
-    multi = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [options["kv_transfer_config"], example]},
-    }
-    with running_engine(options | {"kv_transfer_config": multi}) as engine:
+    with running_engine(beside_example(world.options(lmcache_load=load), world.owner.directory)) as engine:
         fill(engine, sidecar, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE

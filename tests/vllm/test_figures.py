@@ -28,13 +28,13 @@ def test_metrics(world: World, load: str) -> None:
         engine.ask(Ask(prompt(221, 300)))  # another step, after which the figures of the one before have been taken
         grown = growth(before, engine.metrics())
     assert before["vllm:lmcache_stored_chunks"] == 3
-    if load == "sync" or release() >= (0, 32):  # older ones lose the figures of steps in which no token is made
-        assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
     assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
-    assert grown["vllm:lmcache_retrieved_chunks"] == 3
-    assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
-    assert grown["vllm:lmcache_retrieved_bytes"] > 0
     assert grown["vllm:lmcache_failed_calls"] == 0
+    if load == "sync" or release() >= (0, 32):  # older ones, in one process, lose the figures of steps in which no token is made
+        assert grown["vllm:external_prefix_cache_hits"] == 3 * CHUNK_SIZE
+        assert grown["vllm:lmcache_retrieved_chunks"] == 3
+        assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
+        assert grown["vllm:lmcache_retrieved_bytes"] > 0
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

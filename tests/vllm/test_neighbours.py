@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Ask, release, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
@@ -24,15 +24,16 @@ def test_two_vllms_with_two_sidecars(world: World, load: str) -> None:
         fill(engine, sidecars[0], ask)
         eventually(lambda: sidecars[0].get("/v1/status")["settled"], "announced")
         other.open(world.options(at="b", lmcache_load=load, **UNHURRIED))
-        before = other.metrics()
         hit = other.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
-        name = "vllm:prompt_tokens_cached_by_source{source=p2p}"
-        assert other.metrics()[name] - before.get(name, 0) == 3 * CHUNK_SIZE
         other.reset()
         again = other.ask(ask)
         assert again.num_cached == 3 * CHUNK_SIZE, "now out of its own sidecar's memory"
-        assert other.metrics()["vllm:prompt_tokens_cached_by_source{source=host}"] == 3 * CHUNK_SIZE
+        figures = other.metrics()
+        assert figures["vllm:lmcache_stored_chunks"] == 0, "it has nothing of its own"
+        if release() >= (0, 32):  # older ones have one word for all sources
+            by_source = "vllm:prompt_tokens_cached_by_source"
+            assert figures[f"{by_source}{{source=p2p}}"] == figures[f"{by_source}{{source=host}}"] == 3 * CHUNK_SIZE
     world.references.check([hit, again], [ask, ask], LLAMA)
 
 

@@ -9,11 +9,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.engines import CHUNK_SIZE, Ask
 from tests.vllm.models import LLAMA
 from tests.vllm.references import TOLERANCES, prompt
 from tests.vllm.sidecars import Growth, eventually
-from tests.vllm.worlds import World
+from tests.vllm.worlds import World, beside_example
 
 START_TIMEOUT_S = 150.0
 
@@ -53,10 +55,10 @@ class Server:
             return str(response.read().decode())
 
 
-def start(world: World) -> Server:
+def start(world: World, options: dict[str, Any]) -> Server:
+    """A server whose log is as people have it: what it logs every ten seconds is made of the connector's figures, too."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    options = world.options()
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", LLAMA]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -70,14 +72,17 @@ def start(world: World) -> Server:
             case _:
                 arguments += [flag, str(value)]
     arguments += ["--enable-prompt-tokens-details"]
-    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     return Server(port, world.owner.command(arguments, "server", environ))
 
 
-def test_hits_are_visible_in_the_answers(world: World) -> None:
+@pytest.mark.parametrize("is_child", [False, True])
+def test_hits_are_visible_in_the_answers(world: World, is_child: bool) -> None:
+    """By itself, and as a child of `MultiConnector`, of which the server reads figures in another way."""
     sidecar = world.sidecar()
     ask = Ask(prompt(280, 1000))
-    server = start(world)
+    options = world.options()
+    server = start(world, beside_example(options, world.owner.directory) if is_child else options)
     eventually(server.is_healthy, "the server does not become healthy", START_TIMEOUT_S)
     stored = Growth(sidecar)
     cold = server.complete(ask)

@@ -62,6 +62,22 @@ class World:
         return engine_options(self.models / model, kv_transfer_config=transfer_config(named, policy), **others)
 
 
+def beside_example(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The same engine, with our connector as the first child of vLLM's `MultiConnector` and its `ExampleConnector` as the second."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory / "example")},
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [options["kv_transfer_config"], example]},
+    }
+    return options | {"kv_transfer_config": multi}
+
+
 def whole_chunks(*lengths: int) -> int:
     """How many whole chunks prompts of these lengths have."""
     return sum(length // CHUNK_SIZE for length in lengths)
