@@ -28,15 +28,14 @@ def test_latent_kv(world: World, load: str) -> None:
     world.references.check([hit, branched], [ask, branch], MLA, block_size=MLA_BLOCK_SIZE)
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize("length", [300, 1000, 2300])
 @pytest.mark.smoke
-def test_sliding_windows_beside_full_attention(world: World, load: str, length: int) -> None:
-    """Windows of 256 tokens: two groups of blocks slide, the third has all."""
+def test_sliding_windows_beside_full_attention(world: World, length: int) -> None:
+    """Windows of 256 tokens: two groups of blocks slide, the third has all. They are always loaded asynchronously."""
     sidecar = world.sidecar()
     ask = Ask(prompt(12, length))
     branch = Ask(prompt(12, length - 40) + prompt(13, 300))
-    with running_engine(world.options(SLIDING, lmcache_load=load, max_num_batched_tokens=512)) as engine:
+    with running_engine(world.options(SLIDING, max_num_batched_tokens=512)) as engine:
         num_groups = len(engine.scheduler.kv_cache_config.kv_cache_groups)
         assert num_groups == (3 if release() >= (0, 30) else 1), "older releases cannot be told of failed loads by group"
         cold = engine.ask(ask)

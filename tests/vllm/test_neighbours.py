@@ -11,8 +11,7 @@ from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
 from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, fill
 
 
-@EITHER_LOAD
-def test_two_vllms_with_two_sidecars(world: World, load: str) -> None:
+def test_two_vllms_with_two_sidecars(world: World) -> None:
     """Both live at the same time; the second gets from the first one's sidecar what it never computed."""
     known = neighbourhood(world.owner)
     sidecars = [world.sidecar(name, **known) for name in ("a", "b")]
@@ -20,10 +19,10 @@ def test_two_vllms_with_two_sidecars(world: World, load: str) -> None:
         eventually(lambda sidecar=sidecar: sidecar.get("/v1/status")["registered"], "registered")
     ask = Ask(prompt(260, 1000))
     other = world.owner.engine("other")
-    with running_engine(world.options(at="a", lmcache_load=load)) as engine:
+    with running_engine(world.options(at="a")) as engine:
         fill(engine, sidecars[0], ask)
         eventually(lambda: sidecars[0].get("/v1/status")["settled"], "announced")
-        other.open(world.options(at="b", lmcache_load=load, **UNHURRIED))
+        other.open(world.options(at="b", **UNHURRIED))
         hit = other.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
         other.reset()

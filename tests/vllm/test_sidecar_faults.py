@@ -18,13 +18,13 @@ LOAD_POINTS = [("Stage", BEFORE), ("Stage", AFTER), ("Pin", BEFORE), ("Pin", AFT
 STORE_POINTS = [("Reserve", BEFORE), ("Reserve", AFTER), ("Commit", BEFORE), ("Commit", AFTER)]
 
 
-@EITHER_LOAD
+@pytest.mark.parametrize(("load", "points"), [("sync", LOAD_POINTS), ("async", LOAD_POINTS[2:5])])
 @pytest.mark.timeout(300)
-def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
+def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch, load: str, points: list[tuple[str, str]]) -> None:
     sidecar = world.sidecar()
     asks, answers = [], []
     with running_engine(world.options(lmcache_load=load)) as engine:
-        for number, (message, when) in enumerate(LOAD_POINTS):
+        for number, (message, when) in enumerate(points):
             ask, other = Ask(prompt(60 + number, 1000)), Ask(prompt(80 + number, 300))
             fill(engine, sidecar, ask)
             with Sabotage(monkeypatch, message, when, sidecar.kill) as sabotage:
