@@ -9,7 +9,6 @@ from itertools import product
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.sidecar.messages import Describe
-from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_servicekit.errors import ConflictError
 
 MAX_DESCRIPTIONS = 64
@@ -88,6 +87,8 @@ class Namer:
             ValueError: A token id is negative or above 2^32-1.
         """
         self._check(-(-len(token_ids) // self._description.chunk_size))
+        from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32  # needs numpy, which nothing else here does
+
         chain = chain_hashes(self._description.root, tokens_as_uint32(token_ids), self._description.chunk_size)
         return [self._named(digest.hex(), start, end) for start, end, digest in chain]
 

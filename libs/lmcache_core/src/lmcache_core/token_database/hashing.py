@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import MAX_TOKEN_ID, CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 IDENTITY_VERSION = b"lmcache/identity/1"
 CHUNK_TAG = b"lmcache/chunk/1\0"
-MAX_TOKEN_ID = 0xFFFFFFFF
 TOKEN_BYTES = 4
 
 _LENGTH = struct.Struct("<I")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from lmcache_core.token_database.hashing import MAX_TOKEN_ID
+from lmcache_core.keys import MAX_TOKEN_ID
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_sidecar.admin.pin_schemas import ChunkHashes, ModelName
