@@ -57,8 +57,8 @@ def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> No
 
 @EITHER_LOAD
 def test_prompts_that_end_with_a_chunk(world: World, load: str) -> None:
-    """At least one token has to be computed, or there is nothing to sample from. Loaded asynchronously, a prompt may be there as a whole; vLLM
-    then computes its last token again."""
+    """At least one token has to be computed, or there is nothing to sample from. Loaded asynchronously, a prompt may be there as a whole;
+    vLLM then computes its last token again."""
     sidecar = world.sidecar()
     asks = [Ask(prompt(6 + i, 4 * CHUNK_SIZE + i)) for i in (-1, 0, 1)]
     with running_engine(world.options(lmcache_load=load)) as engine:
