@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.vllm.processes import Owner, Service
 
-ARENA_GB = 0.25
+ARENA_GB = 0.06
 SETTLE_TIMEOUT_S = 15.0
 CALM_S = 0.2
 
