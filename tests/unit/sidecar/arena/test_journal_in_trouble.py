@@ -1,0 +1,229 @@
+"""A journal that cannot be written, is long, or is written anew: serving goes on, and the next start believes nothing that is not so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import ConfigError
+from lmcache_core.memory.arena_locks import generations_in, join_generation
+from lmcache_core.testing.chunks import make_key
+from lmcache_sidecar.arena import books as books_module
+from lmcache_sidecar.arena import journal as journal_module
+from lmcache_sidecar.arena.journal import FILE_NAME, Journal, JournalFile
+
+from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
+
+
+@contextmanager
+def full_volume(num_bytes: int = 0) -> Iterator[None]:
+    """Files of this process that grow beyond that size cannot be written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_journal_that_cannot_be_written_is_given_up_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.recover()
+    start.store("a")
+    with full_volume():
+        assert start.store("b")
+        (lent,) = start.reserve(1000)
+        start.look()
+    assert not is_recorded(start)
+    assert not (tmp_path / FILE_NAME).exists(), "the next start must not believe it"
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.ERROR], "said once"
+    assert start.served() == names_of(start, "ab")
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == {}
+    lent.byte_array[:] = b"\xee" * 1000
+    assert not any(second.keeper.arena.load_view)
+    client.release()
+    second.stop()
+
+
+def test_a_journal_is_begun_again_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+    start = ArenaStart(tmp_path)
+    start.recover()
+    with full_volume():
+        start.store("a")
+        (lent,) = start.reserve(1000)
+        start.look()
+        assert not is_recorded(start)
+    start.look()
+    assert is_recorded(start)
+    start.store("b")
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    second.look()
+    assert second.served() == names_of(second, "ab")
+    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    client.release()
+    second.stop()
+
+
+def test_a_start_that_cannot_write_a_journal_serves_and_is_not_followed(tmp_path: Path) -> None:
+    leave(tmp_path, "a")
+    with full_volume():
+        second = ArenaStart(tmp_path)
+        second.recover()
+    assert second.served() == names_of(second, "a")
+    assert not is_recorded(second)
+    assert second.store("b")
+    second.kill()
+    third = ArenaStart(tmp_path)
+    assert third.keeper.arena.inode != second.keeper.arena.inode
+    third.stop()
+
+
+def test_a_journal_that_can_neither_be_written_nor_removed_ends_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would believe it, and hand out what clients write to."""
+    monkeypatch.setattr(books_module, "RETRY_S", 0.0)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    start = ArenaStart(tmp_path)
+    start.recover()
+    start.store("a")
+    memory = start.hot.allocate(1000)
+    assert memory is not None
+    with monkeypatch.context() as patch, full_volume():
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(os, "pwrite", refuse)
+        assert not start.keeper.extents.reserved([memory])
+        start.look()
+        assert not start.keeper.extents.reserved([memory])
+    assert start.served() == names_of(start, "a")
+    start.look()
+    assert start.keeper.extents.reserved([memory])
+    memory.ref_count_down()
+    start.stop()
+
+
+def test_a_journal_is_spoilt_in_place_where_it_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ArenaStart(tmp_path)
+    start.store("a")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch, full_volume(16):
+        patch.setattr(Path, "unlink", refuse)
+        assert start.store("b")
+    assert (tmp_path / FILE_NAME).exists()
+    start.kill()
+    second = ArenaStart(tmp_path)
+    assert second.keeper.arena.inode != start.keeper.arena.inode
+    second.stop()
+
+
+def test_a_journal_of_another_arena_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(ConfigError, match=r"kv\.journal"):
+        ArenaStart(tmp_path)
+    (tmp_path / FILE_NAME).rmdir()
+    ArenaStart(tmp_path).stop()
+
+
+def test_a_long_journal_is_written_anew_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 4096)
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.recover()
+    (lent,) = start.reserve(3000)
+    longest = 0
+    for number in range(300):
+        assert start.store(number)
+        start.look()
+        longest = max(longest, (tmp_path / FILE_NAME).stat().st_size)
+    assert longest < 60_000, "it grows with what is held, not with what has happened"
+    held = start.served()
+    assert len(held) == (ARENA_BYTES - lent.metadata.phy_size) // 1024
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == held
+    assert second.keeper.status.lent_bytes == lent.metadata.phy_size
+    client.release()
+    second.stop()
+
+
+def test_what_happens_while_a_journal_is_written_anew_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MIN_REWRITE_BYTES", 0)
+    monkeypatch.setattr(journal_module, "REWRITE_RATIO", 0)
+    start = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    start.store("a")
+    draft = Journal.draft
+    lent = []
+
+    def slow_draft(journal: Journal, bodies: object) -> JournalFile:
+        done = draft(journal, bodies)  # type: ignore[arg-type]
+        start.store("b")
+        start.hot.remove_many([make_key("a")])
+        lent.extend(start.reserve(2000))
+        return done
+
+    monkeypatch.setattr(Journal, "draft", slow_draft)
+    start.look()
+    monkeypatch.setattr(Journal, "draft", draft)
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == names_of(second, "b")
+    assert second.keeper.status.lent_bytes == 2048
+    client.release()
+    second.stop()
+
+
+def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books_module, "MAX_WEIGHT_BYTES", 700)
+    start = ArenaStart(tmp_path)
+    start.recover()
+    for name in "abcd":
+        start.store(name)
+    assert start.served() == names_of(start, "abcd")
+    start.kill()
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == names_of(second, "ab")
+    assert second.keeper.status.lent_bytes == 0
+    second.stop()
+
+
+def test_a_journal_that_grows_beyond_its_bound_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ArenaStart(tmp_path)
+    monkeypatch.setattr(journal_module, "MAX_JOURNAL_BYTES", 1000)
+    for number in range(10):
+        assert start.store(number)
+    assert not is_recorded(start)
+    assert not (tmp_path / FILE_NAME).exists()
+    start.kill()
+
+
+def test_a_client_that_holds_nothing_does_not_hold_up_the_next_start(tmp_path: Path) -> None:
+    first = ArenaStart(tmp_path)
+    client = join_generation(tmp_path, first.keeper.arena.generation)
+    first.store("a")
+    first.kill()
+    second = ArenaStart(tmp_path)
+    assert generations_in(tmp_path) == [second.keeper.arena.generation]
+    assert second.keeper.status.lent_bytes == 0
+    client.release()
+    second.stop()
