@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from tests.fixtures.vllm_engine import FULL, Engine, Limits, Request, Shape, Sta
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
-PATIENCE_S = 10.0
+PATIENCE_S, IDLE_S = 10.0, 0.0005
 SHAPES = pytest.mark.parametrize("shape", [Shape(num_blocks=40), Shape((FULL, window(6)), num_blocks=60)], ids=["full", "hybrid"])
 
 
@@ -69,11 +70,11 @@ class World:
 
 
 def steps_until(engine: Engine, request: Request, status: Status, num_computed: int = 0) -> None:
-    for _ in range(500):
-        if request.status is status and request.num_computed_tokens >= num_computed:
-            return
-        engine.step()
-    raise AssertionError(f"it is {request.status}")
+    deadline = time.monotonic() + PATIENCE_S
+    while request.status is not status or request.num_computed_tokens < num_computed:
+        assert time.monotonic() < deadline, f"it is {request.status.value} at {request.num_computed_tokens}"
+        if not engine.step():
+            time.sleep(IDLE_S)
 
 
 @SHAPES
