@@ -60,7 +60,7 @@ class SidecarLink:
         """Try to connect, once here and then in the background."""
         try:
             self._connect()
-        except (UnavailableError, ProtocolError) as exc:
+        except (UnavailableError, ProtocolError, OSError) as exc:
             self._say_lost(exc)
             self._reconnect_later(None)
 
@@ -107,7 +107,11 @@ class SidecarLink:
     def _connect(self) -> None:
         connection = SidecarConnection(self._path, self._hello, self._timeout_s)
         connection.open()
-        self._on_connected(connection)
+        try:
+            self._on_connected(connection)
+        except BaseException:
+            connection.close()
+            raise
         with self._lock:
             if not self._closing.is_set():
                 self._current, self._connected_at = connection, time.monotonic()
@@ -128,18 +132,25 @@ class SidecarLink:
 
     def _reconnect(self, wait_s: float) -> None:
         while not self._closing.wait(wait_s):
+            next_wait_s = max(wait_s, min(2 * wait_s, MAX_WAIT_S))
             try:
                 self._connect()
-            except (UnavailableError, ProtocolError) as exc:
+            except (UnavailableError, ProtocolError, OSError) as exc:
                 logger.debug("no sidecar yet: %s", exc)
-                wait_s = max(wait_s, min(2 * wait_s, MAX_WAIT_S))
+                wait_s = next_wait_s
                 continue
+            except Exception as exc:  # a fault that nobody foresaw ends this thread, for all to see; another one goes on trying
+                logger.error("connecting to the sidecar failed: %r; the next attempt is in %.1f s", exc, next_wait_s)
+                with self._lock:
+                    self._thread = None
+                self._reconnect_later(next_wait_s)
+                raise
             with self._lock:
                 if self._current is not None:
                     self._thread = None
                     return
                 wait_s = self._wait_s  # lost again already, and this thread was taken to be still at work
 
-    def _say_lost(self, cause: LMCacheError) -> None:
+    def _say_lost(self, cause: LMCacheError | OSError) -> None:
         if not self._closing.is_set():
             logger.warning("no sidecar, going on without a cache: %s", cause)

@@ -1,0 +1,77 @@
+"""The link to a sidecar goes on trying, whatever becomes of an attempt."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.sidecar import messages as m
+from lmcache_core.sidecar.connection import SidecarConnection
+from lmcache_core.sidecar.link import SidecarLink
+
+from tests.fixtures.scripted_sidecar import scripted_sidecar
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
+PATIENCE_S = 10.0
+
+
+def eventually(condition: Callable[[], object], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.01)
+
+
+def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    num_failures = 2
+
+    def greet(connection: SidecarConnection) -> None:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise KeyError("greeting")
+
+    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, greet)
+    link.open()
+    try:
+        with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+            eventually(lambda: link.connection, "the link has given up")
+            assert sidecar.num_connections == 3
+            eventually(lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open")
+            assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
+            assert caplog.text.count("connecting to the sidecar failed: KeyError('greeting')") == 2
+    finally:
+        link.close()
+
+
+def test_a_process_without_descriptors_to_spare_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket can be made just then: neither the start of the engine nor the link suffers."""
+    made = socket.socket
+    num_refused = 0
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_refused
+        if num_refused < 2 and args[:1] == (socket.AF_UNIX,):
+            num_refused += 1
+            raise OSError(24, "Too many open files")
+        return made(*args, **kwargs)
+
+    with scripted_sidecar(tmp_path, lambda request: None):
+        monkeypatch.setattr("lmcache_core.sidecar.connection.socket.socket", refuse)
+        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+        link.open()
+        try:
+            assert num_refused == 1
+            eventually(lambda: link.connection, "the link has given up")
+            assert num_refused == 2
+        finally:
+            link.close()
