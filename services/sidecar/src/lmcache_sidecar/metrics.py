@@ -34,6 +34,7 @@ RECEIVED_CHUNKS_TOTAL: Final = "lmcache_sidecar_received_chunks_total"
 RECEIVED_BYTES_TOTAL: Final = "lmcache_sidecar_received_bytes_total"
 LABEL_OUTCOME: Final = "outcome"
 CORRUPT_CHUNKS_TOTAL: Final = "lmcache_sidecar_corrupt_chunks_total"
+REFUSED_CLIENTS_TOTAL: Final = "lmcache_sidecar_refused_clients_total"
 
 RECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_recovered_chunks_total"
 UNRECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_unrecovered_chunks_total"
@@ -48,6 +49,7 @@ DESCRIBED: Final = MappingProxyType(
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),
         REFUSED_CHUNKS_TOTAL: Described("Reservations refused, for want of room or while draining."),
         CORRUPT_CHUNKS_TOTAL: Described("Chunks that engines found damaged in shared memory, and that were; they are not served any more."),
+        REFUSED_CLIENTS_TOTAL: Described("Connections of the socket that were ended for want of room or time.", LABEL_REASON),
         DRAINED_CHUNKS_TOTAL: Described("Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
         RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended."),

@@ -14,6 +14,7 @@ from lmcache_core.storage.staging import SWEEP_INTERVAL_S
 
 from lmcache_sidecar.socket.commons import Commons
 from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.requests import Requests
 from lmcache_sidecar.socket.session import Session
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class SocketServer:
         self._path = path
         self._context = context
         self._commons = Commons(context.tenant, context.arena.size)
+        self._requests = Requests(context.counters)
         self._server: asyncio.Server | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._is_draining = False
@@ -148,19 +150,17 @@ class SocketServer:
     async def _converse(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                await _answer_one(session, reader, writer)
+                await self._answer_one(session, reader, writer)
         except TimeoutError as exc:
             raise ConnectionAbortedError("no HELLO in time") from exc
         while True:
-            await _answer_one(session, reader, writer)
+            await self._answer_one(session, reader, writer)
 
-
-async def _answer_one(session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    (length,) = m.LENGTH.unpack(await reader.readexactly(m.LENGTH.size))
-    m.check_length(length)
-    request = m.decode_request(await reader.readexactly(length))
-    writer.write(m.encode(await session.answer(request)))
-    await writer.drain()
+    async def _answer_one(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._requests.next(reader) as request:
+            answer = await session.answer(request)
+        writer.write(m.encode(answer))
+        await writer.drain()
 
 
 async def _until_gone(reader: asyncio.StreamReader) -> None:

@@ -1,0 +1,104 @@
+"""What the clients of one socket may take of the sidecar together."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.sidecar import messages as m
+from lmcache_sidecar import metrics
+from lmcache_sidecar.socket import requests
+
+from tests.fixtures.sidecar import RunningSocket, running_socket
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "org/model", "layout")
+LARGE = m.encode(m.Commit(tuple((number, bytes(60_000)) for number in range(10))))
+"""A valid request of 600 kB."""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def greeted(running: RunningSocket) -> Iterator[socket.socket]:
+    """A raw connection that has said HELLO."""
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(5.0)
+        raw.connect(str(running.path))
+        raw.sendall(m.encode(HELLO))
+        assert isinstance(answer_of(raw), m.HelloOk)
+        yield raw
+
+
+def answer_of(raw: socket.socket) -> m.Answer:
+    (length,) = m.LENGTH.unpack(raw.recv(m.LENGTH.size, socket.MSG_WAITALL))
+    return m.decode_answer(raw.recv(length, socket.MSG_WAITALL))
+
+
+def taken_bytes(raw: socket.socket, data: bytes) -> int:
+    """So much of it the other side takes off our hands while it takes anything at all."""
+    raw.settimeout(0.1)
+    num_sent = 0
+    with contextlib.suppress(TimeoutError):
+        while num_sent < len(data):
+            num_sent += raw.send(data[num_sent : num_sent + (1 << 20)])
+    raw.settimeout(5.0)
+    return num_sent
+
+
+def test_large_requests_of_many_clients_take_bounded_memory(tmp_path: Path) -> None:
+    half = m.LENGTH.pack(m.MAX_MESSAGE_BYTES) + bytes(m.MAX_MESSAGE_BYTES // 2)
+    with running_socket(tmp_path) as running, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(greeted(running)) for _ in range(24)]
+        taken = [taken_bytes(raw, half) for raw in clients]
+        assert sum(num == len(half) for num in taken) == requests.MAX_LARGE_REQUEST_BYTES // m.MAX_MESSAGE_BYTES == 8
+        assert max(num for num in taken if num < len(half)) < 1 << 20, "the others keep what they have to say"
+        with greeted(running) as small:
+            small.sendall(m.encode(m.Reserve((100,) * 100)))
+            assert isinstance(answer_of(small), m.ReserveOk), "small ones go past"
+
+
+def test_a_large_request_gets_its_turn_when_another_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", len(LARGE))
+    with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
+        first.sendall(LARGE[:-1])
+        wait_for(lambda: running.server._requests.large_bytes)
+        assert taken_bytes(second, LARGE) < len(LARGE)
+        first.sendall(LARGE[-1:])
+        assert answer_of(first) == m.CommitOk((False,) * 10)
+    assert running.server._requests.large_bytes == 0, "the one that went away waits no more"
+
+
+def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", len(LARGE))
+    with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
+        first.sendall(LARGE[:-1])
+        wait_for(lambda: running.server._requests.large_bytes)
+        num_sent = taken_bytes(second, LARGE)
+        first.close()
+        second.sendall(LARGE[num_sent:])
+        assert answer_of(second) == m.CommitOk((False,) * 10)
+
+
+@pytest.mark.parametrize(("max_bytes", "reason"), [(len(LARGE), requests.NO_ROOM), (2 * len(LARGE), requests.TOO_SLOW)])
+def test_a_large_request_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, reason: str) -> None:
+    monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", max_bytes)
+    with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
+        first.sendall(LARGE[:-1])
+        wait_for(lambda: running.server._requests.large_bytes)
+        monkeypatch.setattr(requests, "LARGE_REQUEST_TIMEOUT_S", 0.2)
+        taken_bytes(second, LARGE[:-1])
+        refusal = answer_of(second)
+        assert isinstance(refusal, m.Refused)
+        assert f"message of {len(LARGE) - 4} bytes" in refusal.message
+        assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, reason) == 1
+        first.sendall(LARGE[-1:])
+        assert answer_of(first) == m.CommitOk((False,) * 10), "its own time is not over"
