@@ -6,6 +6,7 @@ import hashlib
 import logging
 import platform
 import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 FMT = "vllm"
 MAX_ADAPTERS = 1024
+ROOT_APART = b"lmcache/vllm-root/1"
+
+_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,9 @@ class Roots:
         salt, adapter = self._salt, self._adapter_of(getattr(request, "lora_request", None))
         if salt is None or adapter is None:
             return None
-        metadata = replace(self._metadata, adapter=adapter)
+        root = identity_root(replace(self._metadata, adapter=adapter), salt)
         cache_salt = getattr(request, "cache_salt", None) or ""
-        if cache_salt or self._epoch:
-            salt = f"{len(salt)}:{salt};{len(cache_salt)}:{cache_salt};{self._epoch}"
-        return identity_root(metadata, salt)
+        return _root_apart(root, cache_salt, self._epoch) if cache_salt or self._epoch else root
 
     def base_root(self) -> bytes | None:
         """The root of requests without adapter and without a salt of their own."""
@@ -138,12 +140,23 @@ class Roots:
         if known is None or _is_reread(lora):
             if len(self._adapters) >= MAX_ADAPTERS:
                 self._adapters.clear()
-            known = (version, f"{name}@{adapter_fingerprint(path)}")
+            known = (version, f"{len(name)}:{name}@{adapter_fingerprint(path)}")
         else:
             logger.warning("the files of adapter %s have changed since it was loaded: its requests are not cached; load it anew", name)
             known = (version, None)
         self._adapters[key] = known
         return known[1]
+
+
+def _root_apart(root: bytes, cache_salt: str, epoch: str) -> bytes:
+    """The root of requests that share only among themselves; the length before each field keeps it from reading as another one.
+
+    Source: `docs/protocols.md`, "Identity".
+    """
+    digest = hashlib.sha256()
+    for field in (ROOT_APART, root, cache_salt.encode("utf-8", "surrogatepass"), epoch.encode("ascii")):
+        digest.update(_LENGTH.pack(len(field)) + field)
+    return digest.digest()
 
 
 def _is_reread(lora: Any) -> bool:
