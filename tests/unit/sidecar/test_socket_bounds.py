@@ -102,3 +102,33 @@ def test_a_large_request_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pyt
         assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, reason) == 1
         first.sendall(LARGE[-1:])
         assert answer_of(first) == m.CommitOk((False,) * 10), "its own time is not over"
+
+
+def reserved_by(raw: socket.socket, sizes: tuple[int, ...]) -> list[int]:
+    """Names of the reservations that were granted."""
+    raw.sendall(m.encode(m.Reserve(sizes)))
+    answer = answer_of(raw)
+    assert isinstance(answer, m.ReserveOk)
+    return [granted[0] for granted in answer.reservations if granted is not None]
+
+
+def test_reservations_of_all_clients_leave_some_of_the_arena(tmp_path: Path) -> None:
+    with running_socket(tmp_path, 1 << 20) as running, contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(greeted(running)) for _ in range(4)]
+        granted = [len(reserved_by(raw, (64 << 10,) * 16)) for raw in clients]
+        assert granted == [8, 4, 0, 0], "half of it each, three quarters together"
+        assert running.counters.value(metrics.REFUSED_CHUNKS_TOTAL) == 4 * 16 - 12
+        clients[0].close()
+        wait_for(lambda: len(running.server.sessions) == 3)
+        assert len(reserved_by(clients[2], (64 << 10,) * 16)) == 8, "what a client leaves others may have"
+
+
+def test_what_is_given_back_or_refused_is_not_counted(tmp_path: Path) -> None:
+    with running_socket(tmp_path, 1 << 20) as running, greeted(running) as raw:
+        for _ in range(8):
+            handles = reserved_by(raw, (1,) * 1100)
+            assert len(handles) == 1024, "each takes 512 bytes"
+            raw.sendall(m.encode(m.Abort(tuple(handles[:512]))))
+            assert answer_of(raw) == m.AbortOk()
+            raw.sendall(m.encode(m.Commit(tuple((handle, b"") for handle in handles[512:]))))
+            assert answer_of(raw) == m.CommitOk((False,) * 512)

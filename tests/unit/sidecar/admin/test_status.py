@@ -129,7 +129,7 @@ async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> N
         finally:
             await asyncio.to_thread(connection.close)
         assert (told["client"], told["pid"], told["rank"], told["world_size"], told["model"]) == ("engine", 7, 1, 2, "org/model")
-        assert (told["num_reservations"], told["reserved_bytes"], told["num_pins"], told["pinned_bytes"]) == (1, 1000, 0, 0)
+        assert (told["num_reservations"], told["reserved_bytes"], told["num_pins"], told["pinned_bytes"]) == (1, 1024, 0, 0)
         assert told["descriptions"] == [
             {"fmt": "vllm", "model_name": "org/model", "world_size": 2, "chunk_size": 4, "groups": ["", "window"]}
         ], "without the root, which holds the salt"

@@ -6,6 +6,7 @@ from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
 
 from lmcache_sidecar.socket.names import KeyMemo
+from lmcache_sidecar.socket.reservations import ReservationRoom
 
 
 class Commons:
@@ -18,11 +19,13 @@ class Commons:
     Attributes:
         names: Keys that were read.
         room: What tickets of all clients may hold together.
+        reserved: What reservations of all clients may hold together.
     """
 
     def __init__(self, tenant: str, arena_bytes: int) -> None:
         self.names = KeyMemo(tenant)
         self.room = StagingRoom(arena_bytes // STAGED_SHARE)
+        self.reserved = ReservationRoom(arena_bytes)
         self._greeted: list[m.Hello] = []
 
     def greet(self, hello: m.Hello) -> str | None:

@@ -5,12 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lmcache_core.memory import MemoryObj
+from lmcache_core.memory.free_list import align_up
 
 from lmcache_sidecar.socket.context import SessionContext
 
 MAX_RESERVATIONS = 16384
 RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
+KEPT_SHARE = 4
+"""One part in this many of the arena is not reserved by all clients together: it is for chunks that are loaded."""
+
+
+class ReservationRoom:
+    """What reservations of all clients may hold together.
+
+    Args:
+        arena_bytes: Size of the arena.
+
+    Attributes:
+        used_bytes: What they hold.
+    """
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._max_bytes = arena_bytes - arena_bytes // KEPT_SHARE
+        self.used_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether so many more fit; they count from now on."""
+        if self.used_bytes + num_bytes > self._max_bytes:
+            return False
+        self.used_bytes += num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        """So many are reserved no more."""
+        self.used_bytes -= num_bytes
 
 
 class Reservations:
@@ -18,15 +47,17 @@ class Reservations:
 
     Args:
         context: Where memory comes from, and who hears of what is lent.
+        room: What this and other clients may hold together.
         ids: Where the names of reservations come from.
 
     Attributes:
-        num_bytes: What they hold.
+        num_bytes: What they hold of the arena.
     """
 
-    def __init__(self, context: SessionContext, ids: Iterator[int]) -> None:
+    def __init__(self, context: SessionContext, room: ReservationRoom, ids: Iterator[int]) -> None:
         self._stack = context.stack
         self._extents = context.extents
+        self._room = room
         self._max_bytes = context.arena.size // RESERVED_SHARE
         self._ids = ids
         self._memories: dict[int, MemoryObj] = {}
@@ -51,7 +82,7 @@ class Reservations:
         """End a reservation; its reference passes to the caller. None for one that is not known."""
         memory = self._memories.pop(handle, None)
         if memory is not None:
-            self.num_bytes -= memory.get_size()
+            self._uncount(memory.metadata.phy_size)
         return memory
 
     def abandon(self) -> None:
@@ -66,18 +97,24 @@ class Reservations:
             memory.ref_count_down()
 
     def _add_one(self, size: int) -> tuple[int, int] | None:
-        if len(self._memories) >= MAX_RESERVATIONS or self.num_bytes + size > self._max_bytes:
+        taken = align_up(size)
+        if len(self._memories) >= MAX_RESERVATIONS or self.num_bytes + taken > self._max_bytes or not self._room.take(taken):
             return None
+        self.num_bytes += taken
         memory = self._stack.allocate(size)
         if memory is None:
+            self._uncount(taken)
             return None
         handle = next(self._ids)
         self._memories[handle] = memory
-        self.num_bytes += size
         return handle, memory.metadata.address
+
+    def _uncount(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._room.give(num_bytes)
 
     def _clear(self) -> list[MemoryObj]:
         memories = list(self._memories.values())
         self._memories.clear()
-        self.num_bytes = 0
+        self._uncount(self.num_bytes)
         return memories

@@ -40,7 +40,7 @@ class Session:
         self._context = context
         self._commons = commons
         self._ids: Iterator[int] = itertools.count(1)
-        self._reservations = Reservations(context, self._ids)
+        self._reservations = Reservations(context, commons.reserved, self._ids)
         self._pins = Pins(context.stack.hot, self._ids)
         self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
         self._descriptions: dict[m.Describe, None] = {}
