@@ -133,5 +133,5 @@ async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> N
         assert told["descriptions"] == [
             {"fmt": "vllm", "model_name": "org/model", "world_size": 2, "chunk_size": 4, "groups": ["", "window"]}
         ], "without the root, which holds the salt"
-        assert (status["num_clients"], status["reserved_bytes"]) == (1, 1000)
+        assert (status["num_clients"], status["reserved_bytes"]) == (1, 1024)
         assert len(parts.descriptions) == 1
