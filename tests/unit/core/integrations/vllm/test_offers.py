@@ -6,10 +6,12 @@ import hashlib
 
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.offers import MAX_WINDOW_TRIES, Offer, Offers
+from lmcache_core.integrations.vllm.stores import open_store
 from lmcache_core.record import Staged, StagedFrom
+from lmcache_core.telemetry import Counters
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
-from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot
+from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot, options_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
@@ -20,6 +22,24 @@ NUM_TOKENS = 42
 def ask(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> tuple[Offer, bool]:
     offers = Offers(store, KVIdentity(METADATA, num_ranks, 1), groups_of(shape), CHUNK_SIZE)  # type: ignore[arg-type]
     return offers.ask("r", HASHES, NUM_TOKENS, None)
+
+
+def test_connectors_of_one_engine_have_tickets_of_their_own() -> None:
+    """As children of a `MultiConnector` they are told of the same requests, and inside vLLM they share a store."""
+    opened = open_store("engine", options_of().engine, METADATA, ("",), Counters(), lambda salt: None)
+    staging = opened.store._staging  # type: ignore[attr-defined]
+    try:
+        identity = KVIdentity(METADATA, 1, 1)
+        offers = [Offers(opened.store, identity, groups_of(Shape()), CHUNK_SIZE) for _ in range(2)]
+        for one in offers:
+            one.ask("r", HASHES, NUM_TOKENS, None)
+        assert staging.num_tickets == 2
+        offers[0].give_back(["r"])
+        assert staging.num_tickets == 1, "one has given back what the other was promised"
+        offers[1].give_back(["r"])
+        assert staging.num_tickets == 0
+    finally:
+        opened.close()
 
 
 def test_one_group() -> None:

@@ -35,6 +35,17 @@ def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
     again.close()
 
 
+def test_connectors_of_one_engine_with_other_options_have_other_tiers() -> None:
+    """As children of a `MultiConnector` have."""
+    small, large = opened("one", []), opened("one", [], max_local_cpu_size=0.004)
+    assert small.store is not large.store
+    small.close()
+    (memory,) = large.store.reserve([(8,)], "uint8")
+    assert memory is not None
+    large.store.abort([memory])
+    large.close()
+
+
 def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
     salts: list[str] = []
     store = open_store(

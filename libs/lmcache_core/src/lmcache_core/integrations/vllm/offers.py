@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class Offers:
 
     def __init__(self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int) -> None:
         self._store = store
+        self._mark = f"{secrets.token_hex(4)}:"  # another connector of this engine may ask the same store about the same requests
         self._model_name = identity.metadata.model_name
         self._num_ranks = identity.num_ranks
         self._chunk_size = chunk_size
@@ -60,7 +62,7 @@ class Offers:
         if not self._whole:
             return self._shortened_to_windows(ticket, packed, len(hashes), b"", num_tokens, recompute_s)
         chains = [self._chain(group, packed) for group in self._whole]
-        staged = self._store.stage(ticket, chains, recompute_s=recompute_s)
+        staged = self._store.stage(self._mark + ticket, chains, recompute_s=recompute_s)
         if staged is None:
             return Offer(0), True
         num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
@@ -72,7 +74,8 @@ class Offers:
     def give_back(self, tickets: Sequence[str]) -> None:
         """What these requests were offered need not be kept any longer."""
         if tickets:
-            self._store.unstage([*tickets, *(ticket + WINDOW_TICKET for ticket in tickets if self._windowed)])
+            ours = [self._mark + ticket for ticket in tickets]
+            self._store.unstage([*ours, *(ticket + WINDOW_TICKET for ticket in ours if self._windowed)])
 
     def _shortened_to_windows(
         self, ticket: str, packed: bytes, num_chunks: int, origins: bytes, num_tokens: int, recompute_s: float | None
@@ -84,7 +87,7 @@ class Offers:
             end = min(num_chunks * self._chunk_size, num_tokens)
             firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
             chains = [self._chain(group, packed[32 * first : 32 * num_chunks]) for group, first in zip(self._windowed, firsts, strict=True)]
-            staged = self._store.stage(ticket + WINDOW_TICKET, chains, is_prefix=False, recompute_s=recompute_s)
+            staged = self._store.stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False, recompute_s=recompute_s)
             if staged is None:
                 return Offer(0), True
             missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=True) if 0 in tiers]

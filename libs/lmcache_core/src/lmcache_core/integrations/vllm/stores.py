@@ -63,33 +63,37 @@ def open_store(
 
 
 class _EmbeddedStores:
-    """Stores of this process, by engine: the scheduler's side looks up what the worker's side has stored."""
+    """Stores of this process, by engine and options: the scheduler's side looks up what the worker's side has stored.
+
+    Two connectors of one engine (in a `MultiConnector`) share one where their options are the same.
+    """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _stores: ClassVar[dict[str, tuple[ChunkStore, int]]] = {}
+    _stores: ClassVar[dict[tuple[str, LMCacheEngineConfig], tuple[ChunkStore, int]]] = {}
 
     @classmethod
     def open(
         cls, engine_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata, counters: Counters, on_salt: OnSalt
     ) -> OpenStore:
+        name = engine_id, config
         with cls._lock:
-            store, num_users = cls._stores.get(engine_id, (None, 0))
+            store, num_users = cls._stores.get(name, (None, 0))
             if store is None:
                 from lmcache_core.memory import PinMemoryAllocator
 
                 allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
                 store = create_chunk_store(config, metadata, allocator, counters)
                 store.open(lambda salt: None)
-            cls._stores[engine_id] = (store, num_users + 1)
+            cls._stores[name] = (store, num_users + 1)
         on_salt(config.salt)
-        return OpenStore(store, lambda: cls._close(engine_id), is_alone=num_users == 0)
+        return OpenStore(store, lambda: cls._close(name), is_alone=num_users == 0)
 
     @classmethod
-    def _close(cls, engine_id: str) -> None:
+    def _close(cls, name: tuple[str, LMCacheEngineConfig]) -> None:
         with cls._lock:
-            store, num_users = cls._stores[engine_id]
+            store, num_users = cls._stores[name]
             if num_users > 1:
-                cls._stores[engine_id] = (store, num_users - 1)
+                cls._stores[name] = (store, num_users - 1)
                 return
-            del cls._stores[engine_id]
+            del cls._stores[name]
         store.close()
