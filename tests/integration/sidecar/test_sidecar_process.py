@@ -172,7 +172,7 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
     try:
         assert doomed.stdout is not None
         assert doomed.stdout.readline() == b"ready\n"
-        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_384, "as the arena cuts it"
+        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896, "as the arena cuts it"
     finally:
         doomed.kill()
         doomed.wait()
