@@ -221,3 +221,9 @@ def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str
         assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [True, True, False, True]
         assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
         assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
+
+
+def test_more_ranks_than_there_are_are_refused() -> None:
+    """A block is at least one chunk of all ranks, during which nobody else has a turn."""
+    with pytest.raises(ValueError, match="a chain of 1025 ranks; the limit is 1024"):
+        m.Stage("t", (chain_of([1], world_size=m.MAX_RANKS + 1),), True, 1000)

@@ -10,6 +10,8 @@ from msgspec import Meta
 MAX_BATCH = 4096
 MAX_RECOMPUTE_US = 3_600_000_000
 MAX_TICKET_CHARS = 128
+MAX_RANKS = 1024
+"""Of one engine; a chunk has one key for each."""
 
 Text = Annotated[str, Meta(max_length=1024)]
 Key = Annotated[bytes, Meta(max_length=4096)]

@@ -15,6 +15,7 @@ from msgspec import Meta
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.sidecar.message_fields import MAX_BATCH as MAX_BATCH
+from lmcache_core.sidecar.message_fields import MAX_RANKS as MAX_RANKS
 from lmcache_core.sidecar.message_fields import MAX_RECOMPUTE_US as MAX_RECOMPUTE_US
 from lmcache_core.sidecar.message_fields import MAX_TICKET_CHARS as MAX_TICKET_CHARS
 from lmcache_core.sidecar.message_fields import Count, Deadline, Handles, Head, Keys, RecomputeTime, Size, Text

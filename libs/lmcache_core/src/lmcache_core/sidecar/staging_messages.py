@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from lmcache_core.keys import ChunkChain
-from lmcache_core.sidecar.message_fields import MAX_BATCH, Deadline, Message, RecomputeTime, Ticket
+from lmcache_core.sidecar.message_fields import MAX_BATCH, MAX_RANKS, Deadline, Message, RecomputeTime, Ticket
 
 MAX_CHAINS = 16
 MAX_STAGE_KEYS = 64 << 10
@@ -26,7 +26,7 @@ class Stage(Message, frozen=True):
         recompute_us: As in `Pin`.
 
     Raises:
-        ValueError: They are more than `MAX_STAGE_KEYS` keys.
+        ValueError: They are more than `MAX_STAGE_KEYS` keys, or of more than `MAX_RANKS` ranks.
     """
 
     ticket: Ticket
@@ -36,6 +36,9 @@ class Stage(Message, frozen=True):
     recompute_us: RecomputeTime = 0
 
     def __post_init__(self) -> None:
+        num_ranks = max((chain.world_size for chain in self.chains), default=1)
+        if num_ranks > MAX_RANKS:
+            raise ValueError(f"a chain of {num_ranks} ranks; the limit is {MAX_RANKS}")
         num_keys = sum(chain.num_chunks * chain.world_size for chain in self.chains)
         if num_keys > MAX_STAGE_KEYS:
             raise ValueError(f"{num_keys} keys in one Stage; the limit is {MAX_STAGE_KEYS}")

@@ -6,15 +6,15 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from lmcache_core.keys import ChunkChain, ChunkKey
-from lmcache_core.record import Chunk, Result, Staged, StagedFrom
-from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.keys import ChunkChain
+from lmcache_core.record import Chunk, Staged, StagedFrom
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging_room import StagingRoom
+from lmcache_core.storage.ticket import StagedChain, Ticket, code_of, whole
+from lmcache_core.storage.turns import Steps, at_once, in_turns
 
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0
@@ -22,61 +22,13 @@ STAGE_LEASE_S = 120.0
 SWEEP_INTERVAL_S = 5.0
 """How often an owner calls `expire`."""
 HOT_BLOCK_KEYS = 512
+"""So many chunks are taken or given back in one step."""
 LIFT_BLOCK_KEYS = 4096
 """So many keys are looked at in one go: of a long chain of which little is there, the rest costs nothing."""
 PROBE_SHARE = 2
 """Finding out who has what may take one part in this many of a lift's time: a tier that hangs leaves time to read from the others."""
 
 StartLift = Callable[[Coroutine[Any, Any, None]], bool]
-
-_CODES = MappingProxyType(
-    {
-        "Hot": StagedFrom.HOT,
-        "LocalDiskBackend": StagedFrom.DISK,
-        PEER_TIER: StagedFrom.PEER,
-        "RemoteBackend": StagedFrom.REMOTE,
-    }
-)
-
-
-class _StagedChain:
-    """One chain of a ticket, and what is known of its chunks."""
-
-    def __init__(self, tenant: str, chain: ChunkChain) -> None:
-        self.num_ranks = chain.world_size
-        self.tiers = bytearray(chain.num_chunks)
-        self._tenant = tenant
-        self._chain = chain
-
-    def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
-        """The names of these chunks, in ascending order, those of one chunk together."""
-        start, end = numbers[0], numbers[-1] + 1
-        names = [ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()]
-        if len(numbers) == end - start:
-            return names
-        num_ranks = self.num_ranks
-        return [name for i in numbers for name in names[(i - start) * num_ranks : (i - start + 1) * num_ranks]]
-
-    def blocks(self, numbers: Sequence[int], num_keys: int) -> Iterator[Sequence[int]]:
-        """These chunks, in pieces of about so many keys."""
-        step = max(1, num_keys // self.num_ranks)
-        return (numbers[at : at + step] for at in range(0, len(numbers), step))
-
-
-class _Ticket:
-    """What was asked, and what is held for it."""
-
-    def __init__(self, tenant: str, chains: Sequence[ChunkChain], is_prefix: bool) -> None:
-        self.asked = (tuple(chains), is_prefix)
-        self.is_prefix = is_prefix
-        self.chains = [_StagedChain(tenant, chain) for chain in chains]
-        self.held: list[Chunk] = []
-        self.is_ready = True
-        self.is_over = False
-        self.last_word = 0.0
-
-    def staged(self) -> Staged:
-        return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
 
 
 class Staging:
@@ -99,7 +51,7 @@ class Staging:
         self._start_lift = start_lift
         self._clock = clock
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[str, _Ticket] = OrderedDict()
+        self._tickets: OrderedDict[str, Ticket] = OrderedDict()
         self._may_lift = True
         self._is_closed = False
 
@@ -127,38 +79,34 @@ class Staging:
             recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift takes no longer than that for each chunk.
         """
         with self._lock:
-            now = self._clock()
-            self._expire(now)
-            known = self._tickets.get(ticket)
-            if known is not None and (not chains or known.asked == (tuple(chains), is_prefix)):
-                known.last_word = now
-                self._tickets.move_to_end(ticket)
-                return known.staged()
-            entry = _Ticket(self._tenant, chains, is_prefix)
-            if self._is_closed or not chains or (known is None and len(self._tickets) >= MAX_TICKETS):
-                return entry.staged()
-            for chain in entry.chains:
-                self._hold_hot(entry, chain)
-            if known is not None:
-                self._end(known)  # after the new one has taken its own, so that what both want is held all the time
-            entry.last_word = now
-            self._tickets[ticket] = entry
-            self._tickets.move_to_end(ticket)
-            self._begin_lift(entry, deadline_s, recompute_s)
-            return entry.staged()
+            return at_once(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s))
+
+    async def stage_in_turns(
+        self, ticket: str, chains: Sequence[ChunkChain], deadline_s: float, is_prefix: bool, recompute_s: float | None
+    ) -> Staged:
+        """`stage` for who serves others on the same event loop: they have their turn every few hundred chunks.
+
+        A chunk that is removed meanwhile counts as it was seen. Closed or cancelled meanwhile, it holds nothing.
+        """
+        return await in_turns(self._staging(ticket, chains, deadline_s, is_prefix, recompute_s), self._lock)
 
     def unstage(self, tickets: Sequence[str]) -> None:
         """Hold nothing for these tickets any more; unknown ones are passed over. What is being read for them goes on, and stays hot."""
         with self._lock:
-            for name in tickets:
-                ticket = self._tickets.pop(name, None)
-                if ticket is not None:
-                    self._end(ticket)
+            at_once(self._unstaging(tickets))
+
+    async def unstage_in_turns(self, tickets: Sequence[str]) -> None:
+        """`unstage` for who serves others on the same event loop."""
+        await in_turns(self._unstaging(tickets), self._lock)
 
     def expire(self) -> None:
         """Forget tickets about which nothing was heard for `STAGE_LEASE_S`."""
         with self._lock:
-            self._expire(self._clock())
+            at_once(self._expiring())
+
+    async def expire_in_turns(self) -> None:
+        """`expire` for who serves others on the same event loop."""
+        await in_turns(self._expiring(), self._lock)
 
     def stop_lifting(self) -> None:
         """From now on only what is hot is staged."""
@@ -167,35 +115,93 @@ class Staging:
     def close(self) -> None:
         """Forget every ticket and take no more. Idempotent."""
         with self._lock:
-            self._is_closed = True
-            for ticket in self._tickets.values():
-                self._end(ticket)
-            self._tickets.clear()
+            at_once(self._closing())
 
-    def _expire(self, now: float) -> None:
+    async def close_in_turns(self) -> None:
+        """`close` for who serves others on the same event loop. Cancelled, it has not forgotten all of them: `close` does then."""
+        await in_turns(self._closing(), self._lock)
+
+    def _staging(
+        self, name: str, chains: Sequence[ChunkChain], deadline_s: float, is_prefix: bool, recompute_s: float | None
+    ) -> Steps[Staged]:
+        yield from self._expiring()
+        known = self._tickets.get(name)
+        if known is not None and (not chains or known.asked == (tuple(chains), is_prefix)):
+            known.last_word = self._clock()
+            self._tickets.move_to_end(name)
+            return known.staged()
+        ticket = Ticket(self._tenant, chains, is_prefix)
+        if not chains or not self._takes(name):
+            return ticket.staged()
+        try:
+            for chain in ticket.chains:
+                yield from self._holding_hot(ticket, chain)
+            if not self._takes(name):  # others have had their turn
+                at_once(self._ending(ticket))
+                return Ticket(self._tenant, chains, is_prefix).staged()
+        except BaseException:
+            at_once(self._ending(ticket))
+            raise
+        known = self._tickets.pop(name, None)
+        ticket.last_word = self._clock()
+        self._tickets[name] = ticket
+        self._begin_lift(ticket, deadline_s, recompute_s)
+        staged = ticket.staged()
+        if known is not None:
+            yield from self._ending(known)  # after the new one has taken its own, so that what both want is held all the time
+        return staged
+
+    def _takes(self, name: str) -> bool:
+        """Whether a new question may have that name."""
+        return not self._is_closed and (name in self._tickets or len(self._tickets) < MAX_TICKETS)
+
+    def _unstaging(self, names: Sequence[str]) -> Steps[None]:
+        for name in names:
+            ticket = self._tickets.pop(name, None)
+            if ticket is not None:
+                yield from self._ending(ticket)
+
+    def _expiring(self) -> Steps[None]:
         while self._tickets:
             name, ticket = next(iter(self._tickets.items()))
-            if now - ticket.last_word < STAGE_LEASE_S:
+            if self._clock() - ticket.last_word < STAGE_LEASE_S:
                 return
             del self._tickets[name]
-            self._end(ticket)
+            yield from self._ending(ticket)
 
-    def _end(self, ticket: _Ticket) -> None:
+    def _closing(self) -> Steps[None]:
+        self._is_closed = True
+        while self._tickets:
+            yield from self._ending(self._tickets.popitem()[1])
+
+    def _ending(self, ticket: Ticket) -> Steps[None]:
+        """Give back what a ticket holds that is known no more; all of it, also where nobody waits for the end."""
         ticket.is_over = True
-        unheld = self._room.give(ticket.held)
+        try:
+            while len(ticket.held) > HOT_BLOCK_KEYS:
+                self._give_back(ticket, HOT_BLOCK_KEYS)
+                yield
+        finally:
+            self._give_back(ticket, len(ticket.held))
+
+    def _give_back(self, ticket: Ticket, num_chunks: int) -> None:
+        given = ticket.held[:num_chunks]
+        del ticket.held[:num_chunks]
+        unheld = self._room.give(given)
         if not self._stack.keeps_hot:
             self._stack.hot.remove_many([chunk.key for chunk in unheld])
-        for chunk in ticket.held:
+        for chunk in given:
             chunk.release()
-        ticket.held.clear()
 
-    def _hold_hot(self, ticket: _Ticket, chain: _StagedChain) -> None:
+    def _holding_hot(self, ticket: Ticket, chain: StagedChain) -> Steps[None]:
         for numbers in chain.blocks(range(len(chain.tiers)), HOT_BLOCK_KEYS):
+            if numbers[0]:
+                yield
             self._hold(ticket, chain, numbers)
             if ticket.is_prefix and not chain.tiers[numbers[-1]]:
                 return
 
-    def _hold(self, ticket: _Ticket, chain: _StagedChain, numbers: Sequence[int], codes: Sequence[int] | None = None) -> None:
+    def _hold(self, ticket: Ticket, chain: StagedChain, numbers: Sequence[int], codes: Sequence[int] | None = None) -> None:
         """Take references on those of these chunks that are hot for all ranks and that there is room for.
 
         Args:
@@ -205,21 +211,21 @@ class Staging:
             codes: Where each is from; None: all from host memory.
         """
         found = self._stack.hot.get_many(chain.names_of(numbers))
-        whole = _whole(found, chain.num_ranks, ticket.is_prefix)
+        complete = whole(found, chain.num_ranks, ticket.is_prefix)
         num_ranks = chain.num_ranks
-        runs = [found[: len(whole) * num_ranks]] if ticket.is_prefix else [found[i * num_ranks : (i + 1) * num_ranks] for i in whole]
+        runs = [found[: len(complete) * num_ranks]] if ticket.is_prefix else [found[i * num_ranks : (i + 1) * num_ranks] for i in complete]
         kept = [chunk for run in runs for chunk in run if chunk is not None]
         num_kept = 0 if ticket.is_over else self._room.take(kept, num_ranks)
         ticket.held += kept[: num_kept * num_ranks]
-        for i in whole[:num_kept]:
+        for i in complete[:num_kept]:
             chain.tiers[numbers[i]] = StagedFrom.HOT if codes is None else codes[i]
         if num_kept * num_ranks < len(found):
-            held = set(whole[:num_kept])
+            held = set(complete[:num_kept])
             for i, chunk in enumerate(found):
                 if chunk is not None and i // num_ranks not in held:
                     chunk.release()
 
-    def _begin_lift(self, ticket: _Ticket, deadline_s: float, recompute_s: float | None) -> None:
+    def _begin_lift(self, ticket: Ticket, deadline_s: float, recompute_s: float | None) -> None:
         num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
         can_lift = num_missing and self._may_lift and self._stack.lower and self._num_affordable(1)
         if not can_lift or not self._room.begin_lift():
@@ -230,7 +236,7 @@ class Staging:
             ticket.is_ready = True
             self._room.end_lift()
 
-    async def _lift(self, ticket: _Ticket, limit_s: float, recompute_s: float | None) -> None:
+    async def _lift(self, ticket: Ticket, limit_s: float, recompute_s: float | None) -> None:
         try:
             async with asyncio.TaskGroup() as chains:
                 for chain in ticket.chains:
@@ -239,7 +245,7 @@ class Staging:
             ticket.is_ready = True
             self._room.end_lift()
 
-    async def _lift_chain(self, ticket: _Ticket, chain: _StagedChain, limit_s: float, recompute_s: float | None) -> None:
+    async def _lift_chain(self, ticket: Ticket, chain: StagedChain, limit_s: float, recompute_s: float | None) -> None:
         """Bring the chunks of a chain that some tier has for all ranks; what nobody has whole is not read at all."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -252,13 +258,13 @@ class Staging:
                 return
 
     async def _lift_block(
-        self, ticket: _Ticket, chain: _StagedChain, numbers: Sequence[int], limit_s: float, recompute_s: float | None
+        self, ticket: Ticket, chain: StagedChain, numbers: Sequence[int], limit_s: float, recompute_s: float | None
     ) -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
         num_ranks = chain.num_ranks
         tiers = await self._stack.batched_tiers(chain.names_of(numbers), limit_s / PROBE_SHARE)
-        wanted = [numbers[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
+        wanted = [numbers[i] for i in whole(tiers, num_ranks, ticket.is_prefix)]
         if not wanted:
             return
         results = await self._stack.batched_get(
@@ -268,7 +274,7 @@ class Staging:
             search_range=sorted({tier for tier in tiers if tier is not None}),
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
         )
-        codes = [max(map(_code, results[i * num_ranks : (i + 1) * num_ranks])) for i in range(len(wanted))]
+        codes = [max(map(code_of, results[i * num_ranks : (i + 1) * num_ranks])) for i in range(len(wanted))]
         arrived = [result for result in results if isinstance(result, Chunk)]
         try:
             with self._lock:
@@ -285,16 +291,3 @@ class Staging:
         figures = self._stack.hot.stats()
         mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))  # of unknown size, a byte at least
         return self._room.left_bytes // (mean_bytes * num_ranks)
-
-
-def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
-    """Numbers of the chunks that were found for all ranks; with `is_prefix` only those in front of the first that was not."""
-    if is_prefix:
-        num_found = next((i for i, what in enumerate(found) if what is None), len(found))
-        return range(num_found // num_ranks)
-    return [i for i in range(len(found) // num_ranks) if None not in found[i * num_ranks : (i + 1) * num_ranks]]
-
-
-def _code(result: Result) -> int:
-    """Where a rank's chunk came from; what has come by another way meanwhile is hot."""
-    return _CODES.get(result.tier, StagedFrom.OTHER) if isinstance(result, Chunk) else StagedFrom.HOT

@@ -97,8 +97,8 @@ class SocketServer:
                 self._path.unlink()
 
     async def _expire_tickets(self) -> None:
-        for session in self._sessions:
-            session.expire_tickets()
+        for session in self.sessions:
+            await session.expire_tickets()
 
     async def _replace_dead_socket(self) -> None:
         try:
@@ -121,9 +121,10 @@ class SocketServer:
             session.refuse_stores()
         self._sessions[session] = task
         try:
-            await self._talk(session, reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await self._talk(session, reader, writer)
             logger.debug("a client of the socket went away")
+            await session.close_in_turns()
         except asyncio.CancelledError:
             if self._server is not None:
                 raise

@@ -74,22 +74,23 @@ class Session:
         self._is_draining = True
         self._staging.stop_lifting()
 
-    def expire_tickets(self) -> None:
+    async def expire_tickets(self) -> None:
         """Forget tickets that the client no longer speaks about."""
-        self._staging.expire()
+        await self._staging.expire_in_turns()
 
     def abandon(self) -> None:
         """The sidecar ends; the client may not know yet, and goes on writing to what is reserved for it."""
         self._reservations.abandon()
 
+    async def close_in_turns(self) -> None:
+        """`close`, with turns for others while promises are given back, which may be many. Cancelled, `close` does the rest."""
+        self._give_up_memory()
+        await self._staging.close_in_turns()
+
     def close(self) -> None:
-        """Give back every reservation, pin and promise: the client is gone."""
-        if self.hello is not None:
-            self._commons.leave(self.hello)
-            self.hello = None
+        """Give back every reservation, pin and promise: the client is gone. Idempotent."""
+        self._give_up_memory()
         self._staging.close()
-        self._reservations.close()
-        self._pins.close()
 
     async def answer(self, request: m.Request) -> m.Answer:
         """Do what a request says.
@@ -119,14 +120,21 @@ class Session:
             case m.Reject():
                 return await self._reject(request)
             case m.Stage():
-                return self._stage(request)
+                return await self._stage(request)
             case m.Unstage():
-                self._staging.unstage(request.tickets)
+                await self._staging.unstage_in_turns(request.tickets)
                 return m.UnstageOk()
             case m.Describe():
                 return self._describe(request)
             case m.Stats():
                 return m.StatsOk(self._context.stack.stats())
+
+    def _give_up_memory(self) -> None:
+        if self.hello is not None:
+            self._commons.leave(self.hello)
+            self.hello = None
+        self._reservations.close()
+        self._pins.close()
 
     def _greet(self, hello: m.Hello) -> m.Answer:
         if not hello.version_min <= m.VERSION <= hello.version_max:
@@ -240,14 +248,11 @@ class Session:
         self._context.counters.add(metrics.CORRUPT_CHUNKS_TOTAL, await self._pins.reject(request.pins))
         return m.RejectOk()
 
-    def _stage(self, request: m.Stage) -> m.StageOk:
+    async def _stage(self, request: m.Stage) -> m.StageOk:
         check_chains(request.chains)
-        staged = self._staging.stage(
-            request.ticket,
-            request.chains,
-            deadline_s=request.deadline_ms / 1000,
-            is_prefix=request.is_prefix,
-            recompute_s=request.recompute_us / 1e6 if request.recompute_us else None,
+        recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
+        staged = await self._staging.stage_in_turns(
+            request.ticket, request.chains, request.deadline_ms / 1000, request.is_prefix, recompute_s
         )
         return m.StageOk(staged.is_ready, staged.tiers)
 

@@ -1,0 +1,153 @@
+"""Tickets of many chunks on an event loop that serves others too: they have their turn, and may change what is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Miss, Staged
+from lmcache_core.storage import staging as staging_module
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.staging import STAGE_LEASE_S, Staging
+from lmcache_core.storage.staging_room import StagingRoom
+
+from tests.fixtures.chains import PAYLOAD_BYTES, TAKEN_BYTES, chain_of, chunk_in, names_of
+
+BLOCK_KEYS = 4
+NUM_CHUNKS = 12 * BLOCK_KEYS
+CHAIN = chain_of(range(NUM_CHUNKS))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "HOT_BLOCK_KEYS", BLOCK_KEYS)
+
+
+class World:
+    """A client of a stack in whose memory all of `CHAIN` is, and a clock that only the test moves."""
+
+    def __init__(self, tasks: TaskSupervisor) -> None:
+        self.stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(4 * NUM_CHUNKS * TAKEN_BYTES), create_policy()))
+        self.room = StagingRoom(2 * NUM_CHUNKS * TAKEN_BYTES)
+        self.now = 0.0
+        self.staging = Staging(self.stack, "default", self.room, lambda lift: tasks.start("lift", lift), lambda: self.now)
+        for name in names_of(CHAIN.keys_of_rank(0)):
+            memory = self.stack.allocate(PAYLOAD_BYTES)
+            assert memory is not None
+            chunk = chunk_in(memory, name.key)
+            assert self.stack.hot.put_many([chunk]) == [True]
+            chunk.release()
+
+    async def stage(self, ticket: str, num_chunks: int = NUM_CHUNKS) -> Staged:
+        return await self.staging.stage_in_turns(ticket, [CHAIN.part(0, num_chunks)], 1.0, True, None)
+
+    @property
+    def num_held(self) -> int:
+        """References beside the tier's own."""
+        held = self.stack.hot.peek_many(names_of(CHAIN.keys_of_rank(0)))
+        return sum(entry.num_holders for entry in held if not isinstance(entry, Miss))
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    tasks = TaskSupervisor("test")
+    made = World(tasks)
+    await made.stack.open()
+    yield made
+    made.staging.close()
+    await tasks.close()
+    assert (made.room.used_bytes, made.num_held) == (0, 0)
+    made.stack.hot.check_integrity()
+    await made.stack.close()
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """How often another task on this loop has its turn until the work is done."""
+    num_turns = 0
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    await task
+    return num_turns
+
+
+async def test_others_have_their_turn_while_many_chunks_are_taken_and_given_back() -> None:
+    works: list[Callable[[World], Awaitable[object]]] = [
+        lambda w: w.stage("t"),
+        lambda w: w.stage("t", NUM_CHUNKS - 1),  # another question, in whose favour the first is given up
+        lambda w: w.staging.unstage_in_turns(["t"]),
+    ]
+    async with world() as w:
+        assert [await turns_during(work(w)) >= NUM_CHUNKS // BLOCK_KEYS for work in works] == [True] * 3
+        await w.stage("t")
+        w.now += STAGE_LEASE_S
+        assert await turns_during(w.staging.expire_in_turns()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert w.num_held == 0
+        await w.stage("t")
+        assert await turns_during(w.staging.close_in_turns()) >= NUM_CHUNKS // BLOCK_KEYS
+        assert w.num_held == 0
+
+
+async def test_it_says_the_same_in_turns_as_at_once() -> None:
+    async with world() as w:
+        expected = Staged(True, (b"\1" * NUM_CHUNKS,))
+        assert await w.stage("t") == w.staging.stage("other", [CHAIN], deadline_s=1.0) == expected
+        assert w.num_held == 2 * NUM_CHUNKS
+        assert await turns_during(w.stage("t")) <= 2, "the same question again is an answer that is there"
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, NUM_CHUNKS // BLOCK_KEYS - 1])
+@pytest.mark.parametrize("ends", ["cancel", "close"])
+async def test_a_client_that_goes_meanwhile_is_promised_nothing(num_steps: int, ends: str) -> None:
+    async with world() as w:
+        staging = asyncio.ensure_future(w.stage("t"))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        assert w.num_held > 0
+        if ends == "cancel":
+            staging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await staging
+        else:
+            w.staging.close()
+            assert await staging == Staged(True, (bytes(NUM_CHUNKS),))
+        assert (w.num_held, w.staging.num_tickets) == (0, 0)
+
+
+async def test_one_that_goes_while_it_gives_back_has_given_back_all_of_it() -> None:
+    async with world() as w:
+        await w.stage("t")
+        unstaging = asyncio.ensure_future(w.staging.unstage_in_turns(["t"]))
+        await asyncio.sleep(0)
+        assert 0 < w.num_held < NUM_CHUNKS
+        unstaging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unstaging
+        assert w.num_held == 0
+
+
+async def test_what_is_removed_meanwhile_is_held_where_it_was_seen_and_else_not_there() -> None:
+    async with world() as w:
+        names = names_of(CHAIN.keys_of_rank(0))
+        staging = asyncio.ensure_future(w.stage("t"))
+        await asyncio.sleep(0)
+        w.stack.hot.remove_many([names[0], names[2 * BLOCK_KEYS]])
+        staged = await staging
+        assert staged.tiers == (b"\1" * (2 * BLOCK_KEYS) + bytes(NUM_CHUNKS - 2 * BLOCK_KEYS),)
+        assert w.room.used_bytes == 2 * BLOCK_KEYS * TAKEN_BYTES
+        w.staging.unstage(["t"])
+
+
+async def test_the_number_of_tickets_is_bounded_also_by_those_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "MAX_TICKETS", 2)
+    async with world() as w:
+        answers = await asyncio.gather(*(w.stage(name) for name in "abc"))
+        assert [sum(map(bool, answer.tiers[0])) for answer in answers] == [NUM_CHUNKS, NUM_CHUNKS, 0]
+        assert w.num_held == 2 * NUM_CHUNKS
