@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,31 @@ if TYPE_CHECKING:
     from lmcache_core.sidecar.messages import Describe, Hello
 
 
+@dataclass(frozen=True)
+class SidecarClient:
+    """How a process is to the sidecar.
+
+    Attributes:
+        name: Names the engine, the same for all of its processes; by default this process.
+        groups: Layer groups that chunks are stored for, by their names in keys.
+        loads_beside: Whether one thread loads while another one stores.
+    """
+
+    name: str = ""
+    groups: tuple[str, ...] = ("",)
+    loads_beside: bool = False
+
+
+NAMELESS = SidecarClient()
+
+
 def create_chunk_store(
     config: LMCacheEngineConfig,
     metadata: LMCacheEngineMetadata,
     memory_allocator: MemoryAllocatorInterface | None,
     counters: Counters,
     workers: Workers | None = None,
-    client: str = "",
-    groups: tuple[str, ...] = ("",),
+    client: SidecarClient = NAMELESS,
 ) -> ChunkStore:
     """The chunk store that the config names; not opened.
 
@@ -38,8 +56,7 @@ def create_chunk_store(
         memory_allocator: Host memory for chunks; only in embedded mode.
         counters: Where misses are counted.
         workers: Threads for digests.
-        client: Names the engine to the sidecar, the same for all of its processes; by default this process.
-        groups: Layer groups that chunks are stored for, by their names in keys.
+        client: How this process is to the sidecar.
 
     Raises:
         ConfigError: Embedded mode without an allocator.
@@ -47,9 +64,10 @@ def create_chunk_store(
     if config.sidecar_socket is not None:
         from lmcache_core.sidecar import SidecarChunkStore
 
-        hello = _hello(metadata, client or f"engine-{os.getpid()}")
-        described = _describing(config, metadata, groups)
-        return SidecarChunkStore(Path(config.sidecar_socket), hello, config.tier_timeout_s, counters, workers, described)
+        hello = _hello(metadata, client.name or f"engine-{os.getpid()}")
+        described = _describing(config, metadata, client.groups)
+        path, timeout_s = Path(config.sidecar_socket), config.tier_timeout_s
+        return SidecarChunkStore(path, hello, timeout_s, counters, workers, described, client.loads_beside)
     if memory_allocator is None:
         raise ConfigError("memory_allocator=None: embedded mode needs host memory for chunks (or set sidecar_socket)")
     from lmcache_core.storage.manager import StorageManager

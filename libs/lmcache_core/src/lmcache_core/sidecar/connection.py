@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -55,6 +56,16 @@ class SidecarConnection:
     def is_open(self) -> bool:
         """Whether calls can be made."""
         return self._is_usable and self._pid == os.getpid()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end has closed the socket, as far as is known without asking it. Waits for nothing."""
+        with self._books:
+            if self._socket is None:
+                return True
+            ended = select.poll()
+            ended.register(self._socket, select.POLLRDHUP)
+            return bool(ended.poll(0))
 
     @property
     def welcome(self) -> HelloOk:

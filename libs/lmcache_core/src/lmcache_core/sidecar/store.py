@@ -7,13 +7,11 @@ itself when the sidecar is back. A hanging sidecar costs one call its deadline; 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from lmcache_core.concurrency import Workers
-from lmcache_core.errors import ProtocolError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
@@ -23,14 +21,13 @@ from lmcache_core.sidecar.answers import fitted_chains, fitted_ticket, miss_reas
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent
 from lmcache_core.sidecar.link import SidecarLink
+from lmcache_core.sidecar.links import SidecarLinks
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
 
 CALL_MARGIN_S = 0.5
 """What an answer may take beyond the deadline that the sidecar was given."""
-TURN_S = 0.5
-"""Longest wait for other threads' requests before a call does without the cache."""
 STAGE_TIMEOUT_S = 0.25
 """Longest wait for a word about tickets: a scheduler asks, and everything waits for it."""
 
@@ -47,6 +44,8 @@ class SidecarChunkStore:
         counters: Where misses are counted.
         workers: Threads that check digests; opened and closed by their owner.
         describe: Given the sidecar's salt, says how this client names KV; None: the sidecar is not told.
+        loads_beside: Whether one thread loads while another one stores: loads then have a connection of their own, since a chunk that is
+            lifted from a slow tier keeps its connection busy.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class SidecarChunkStore:
         counters: Counters,
         workers: Workers | None = None,
         describe: Callable[[str], m.Describe] | None = None,
+        loads_beside: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
         self._counters = counters
@@ -64,15 +64,17 @@ class SidecarChunkStore:
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._describe = describe
         self._link = SidecarLink(path, hello, timeout_s, self._greeted)
+        self._load_link = SidecarLink(path, hello, timeout_s, lambda connection: None) if loads_beside else self._link
+        self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
 
     def open(self, on_salt: Callable[[str], None]) -> None:
         """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's salt at each connection."""
         self._on_salt = on_salt
-        self._link.open()
+        self._links.open()
 
     def close(self) -> None:
-        """End the connection; reservations and pins go back to the sidecar."""
-        self._link.close()
+        """End the connections; reservations and pins go back to the sidecar."""
+        self._links.close()
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
@@ -82,7 +84,7 @@ class SidecarChunkStore:
             return 0
         for batch in m.split_batches([key.canonical() for key in keys]):
             request = m.Lookup(batch, tuple(search_range or ()), self._deadline_ms)
-            answer = self._ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
+            answer = self._links.ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
             if answer is None:
                 break
             num_prefix += min(answer.num_prefix, len(batch))
@@ -95,7 +97,7 @@ class SidecarChunkStore:
         connection = self._link.connection
         if connection is not None:
             for batch in m.split_batches([key.canonical() for key in keys]):
-                self._ask(connection, m.Prefetch(batch), m.PrefetchOk)
+                self._links.ask(connection, m.Prefetch(batch), m.PrefetchOk)
 
     def stage(
         self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
@@ -108,10 +110,10 @@ class SidecarChunkStore:
             return None
         asked = fitted_chains(chains)
         request = m.Stage(fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s))
-        answer = self._ask(connection, request, m.StageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
+        answer = self._links.ask(connection, request, m.StageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
         staged = None if answer is None else staged_chunks(answer, asked, chains)
         if answer is not None and staged is None:
-            self._give_up(connection, "the sidecar answered Stage for other chunks")
+            self._links.give_up(connection, "the sidecar answered Stage for other chunks")
         return staged
 
     def unstage(self, tickets: Sequence[str]) -> None:
@@ -120,7 +122,7 @@ class SidecarChunkStore:
         if connection is not None and m.STAGE in connection.welcome.capabilities:
             for at in range(0, len(tickets), m.MAX_BATCH):
                 batch = tuple(map(fitted_ticket, tickets[at : at + m.MAX_BATCH]))
-                self._ask(connection, m.Unstage(batch), m.UnstageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
+                self._links.ask(connection, m.Unstage(batch), m.UnstageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
@@ -148,14 +150,14 @@ class SidecarChunkStore:
             commit = m.Commit(tuple((extent.handle, chunk.head) for extent, chunk in zip(extents, batch, strict=True)))
             answer = self._return(extents, commit, m.CommitOk)
             if answer is not None and len(answer.stored) != len(batch):
-                self._give_up(extents[0].connection, "the sidecar answered Commit for another number of chunks")
+                self._links.give_up(extents[0].connection, "the sidecar answered Commit for another number of chunks")
                 answer = None
             stored += [False] * len(batch) if answer is None else answer.stored
         return stored
 
     def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
         """See `ChunkStore.get`."""
-        connection = self._link.connection
+        connection = self._load_link.connection
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
         while connection is not None and len(chunks) < len(keys):
@@ -173,7 +175,7 @@ class SidecarChunkStore:
         logger.warning("chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash)
         extent = chunk.memory
         if isinstance(extent, ArenaExtent) and extent.is_lent and m.REJECT in extent.connection.welcome.capabilities:
-            self._ask(extent.connection, m.Reject((extent.handle,)), m.RejectOk)
+            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.RejectOk)
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.forget`: the sidecar's eviction sees to them."""
@@ -189,7 +191,7 @@ class SidecarChunkStore:
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of the sidecar's tiers; empty when it is away."""
         connection = self._link.connection
-        answer = None if connection is None else self._ask(connection, m.Stats(), m.StatsOk)
+        answer = None if connection is None else self._links.ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else answer.stats
 
     @property
@@ -208,12 +210,12 @@ class SidecarChunkStore:
         extents: list[MemoryObj | None] = []
         connection.hold(len(sizes))
         try:
-            answer = self._ask(connection, m.Reserve(sizes), m.ReserveOk)
+            answer = self._links.ask(connection, m.Reserve(sizes), m.ReserveOk)
             if answer is None:
                 return []
             given = reserved_extents(connection, answer, shapes, dtype)
             if given is None:
-                self._give_up(connection, "the sidecar answered Reserve with memory that nobody asked for or that is not there")
+                self._links.give_up(connection, "the sidecar answered Reserve with memory that nobody asked for or that is not there")
                 return []
             extents = given
         finally:
@@ -228,7 +230,7 @@ class SidecarChunkStore:
         connection.hold(len(keys))
         try:
             limit_s = self._timeout_s if recompute_s is None else min(self._timeout_s, recompute_s * len(keys))
-            answer = self._ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
+            answer = self._links.ask(connection, request, m.PinOk, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
             reason: str = miss_reason(answer.miss_reason)
@@ -247,7 +249,7 @@ class SidecarChunkStore:
                     good, reason = good[:num_intact], MissReason.CORRUPT
             rejected = tuple(pinned.pin for pinned in answer.chunks[len(good) :])
             if rejected:
-                self._ask(connection, m.Release(rejected), m.ReleaseOk)
+                self._links.ask(connection, m.Release(rejected), m.ReleaseOk)
         finally:
             connection.let_go(len(keys) - len(good))
         return good, reason
@@ -262,29 +264,12 @@ class SidecarChunkStore:
     def _return(self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]) -> A | None:
         """Give lent memory back, by a request or, where that cannot be said, by ending the connection."""
         connection = extents[0].connection
-        answer = self._ask(connection, request, expected, turn_s=self._timeout_s)
+        answer = self._links.ask(connection, request, expected, turn_s=self._timeout_s)
         if answer is None:
-            self._give_up(connection, f"{type(request).__name__} could not be said")
+            self._links.give_up(connection, f"{type(request).__name__} could not be said")
         for extent in extents:
             extent.end()
         return answer
-
-    def _ask(
-        self, connection: SidecarConnection, request: m.Message, expected: type[A], timeout_s: float | None = None, turn_s: float = TURN_S
-    ) -> A | None:
-        begin = time.monotonic()
-        try:
-            return connection.call(request, expected, timeout_s, turn_s)
-        except (UnavailableError, ProtocolError) as exc:
-            if connection.is_open:
-                logger.debug("%s", exc)
-            else:
-                self._link.lost(connection, exc, time.monotonic() - begin)
-            return None
-
-    def _give_up(self, connection: SidecarConnection, why: str) -> None:
-        connection.close()
-        self._link.lost(connection, ProtocolError(why), 0.0)
 
 
 def _microseconds(recompute_s: float | None) -> int:

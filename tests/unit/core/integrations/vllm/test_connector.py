@@ -11,6 +11,7 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.vllm.plan import StepPlan
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
+from tests.fixtures.scripted_sidecar import scripted_sidecar
 from tests.fixtures.vllm_engine import FULL, Shape, running, window
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
@@ -106,6 +107,20 @@ def test_stages_of_a_pipeline_have_layouts_of_their_own(module: ModuleType, mode
         worker.shutdown()
     assert [hello.client for hello in hellos] == ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
     assert [hello.rank for hello in hellos] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("load", "num_connections"), [("async", 2), ("sync", 1)])
+def test_loads_beside_the_steps_have_a_connection_of_their_own(
+    module: ModuleType, model: Path, tmp_path: Path, load: str, num_connections: int
+) -> None:
+    roles = module.base.KVConnectorRole
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+        for role, expected in ((roles.WORKER, num_connections), (roles.SCHEDULER, 1)):
+            before = sidecar.num_connections
+            config = vllm_config(PLAIN, model, beside(sidecar.path, load=load), 0)
+            connector = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
+            assert sidecar.num_connections - before == expected
+            connector.shutdown()
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

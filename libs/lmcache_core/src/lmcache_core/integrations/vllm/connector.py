@@ -84,13 +84,15 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
         identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
         roots = Roots(identity)
-        rank = vllm_config.parallel_config.rank if self.role is base.KVConnectorRole.WORKER else 0
+        is_worker = self.role is base.KVConnectorRole.WORKER
+        rank = vllm_config.parallel_config.rank if is_worker else 0
         engine_id = _engine_id(vllm_config, rank)
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         names = tuple(group.name for group in groups)
-        self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt)
+        loads_beside = is_worker and options.is_async
+        self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt, loads_beside)
         store = self._open_store.store
-        if self.role is base.KVConnectorRole.WORKER:
+        if is_worker:
             self._worker = WorkerSide(options, groups, identity, rank, store, self._counters, self._guard)
             return
         _warn_of_policy(vllm_config)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine import ChunkStore
-from lmcache_core.engine.stores import create_chunk_store
+from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.telemetry import Counters
 
 BYTES_PER_GB = 1 << 30
@@ -43,6 +43,7 @@ def open_store(
     groups: tuple[str, ...],
     counters: Counters,
     on_salt: OnSalt,
+    loads_beside: bool = False,
 ) -> OpenStore:
     """Open what the config names; a sidecar that is away is not an error.
 
@@ -53,11 +54,13 @@ def open_store(
         groups: Names of the cache groups in keys.
         counters: Where misses are counted.
         on_salt: Called with the tenant's salt, then and later.
+        loads_beside: Whether this side loads beside the engine's steps, in which it stores.
     """
     if config.sidecar_socket is None:
         return _EmbeddedStores.open(engine_id, config, metadata, counters, on_salt)
     workers = Workers("lmcache-digest")
-    store = create_chunk_store(config, metadata, None, counters, workers, f"vllm/{engine_id}", groups)
+    client = SidecarClient(f"vllm/{engine_id}", groups, loads_beside)
+    store = create_chunk_store(config, metadata, None, counters, workers, client)
     store.open(on_salt)
     return OpenStore(store, store.close)
 

@@ -1,0 +1,118 @@
+"""Loads that run beside the engine's steps have a connection of their own: a store in a step does not wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record import payload_digest, raw_header
+from lmcache_core.record.codec import encode_head
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import messages as m
+from lmcache_core.telemetry import Counters
+
+from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar, scripted_sidecar
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
+KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
+CHUNK_BYTES = 64
+AT_ONCE_S = 0.4
+"""Nothing is waited for; less than a turn at a connection that is busy."""
+PATIENCE_S = 10.0
+
+
+@contextlib.contextmanager
+def store_at(sidecar: ScriptedSidecar) -> Iterator[SidecarChunkStore]:
+    store = SidecarChunkStore(sidecar.path, HELLO, 5.0, Counters(), loads_beside=True)
+    store.open(lambda salt: None)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def eventually(condition: Callable[[], object], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.01)
+
+
+def pinned(pin: int) -> m.PinOk:
+    head = encode_head(raw_header(KEY, (CHUNK_BYTES,), "uint8", payload_digest(bytes(CHUNK_BYTES))), CHUNK_BYTES)
+    return m.PinOk((m.PinnedChunk(pin, 0, CHUNK_BYTES, head, "Hot"),), "")
+
+
+def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
+    is_lifted, said = threading.Event(), []
+
+    def script(request: m.Message) -> Answer:
+        match request:
+            case m.Pin():
+                is_lifted.wait(PATIENCE_S)
+                return pinned(7)
+            case m.Reserve():
+                return m.ReserveOk(((3, ARENA_BYTES - CHUNK_BYTES),))
+            case m.Abort() | m.Release():
+                said.append((threading.get_ident(), request))
+                return m.AbortOk() if isinstance(request, m.Abort) else m.ReleaseOk()
+            case m.Lookup():
+                return m.LookupOk(0, ())
+        return None
+
+    with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
+        assert sidecar.num_connections == 2
+        loaded: list[bool] = []
+
+        def load() -> None:
+            (chunk,) = store.get([KEY])
+            loaded.append(store.release([chunk]))
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            eventually(lambda: any(isinstance(request, m.Pin) for request in sidecar.requests), "nothing is loaded")
+            begin = time.monotonic()
+            assert store.lookup([KEY], ["Hot"]) == 0
+            (memory,) = store.reserve([(CHUNK_BYTES,)], "uint8")
+            assert memory is not None, "the store was dropped since a load was underway"
+            store.abort([memory])
+            assert time.monotonic() - begin < AT_ONCE_S
+        finally:
+            is_lifted.set()
+            thread.join()
+        assert loaded == [True]
+        (aborted_by, aborted), (released_by, released) = said
+        assert (aborted, released) == (m.Abort((3,)), m.Release((7,)))
+        assert aborted_by != released_by, "what a connection has lent goes back through that one"
+
+
+def test_a_sidecar_that_has_gone_is_gone_for_loads_too(tmp_path: Path) -> None:
+    """A store finds it out; the next load, maybe much later, finds a connection to the sidecar that has followed."""
+    with scripted_sidecar(tmp_path, lambda request: None) as first, store_at(first) as store:
+        ended = store._load_link.connection
+        assert ended is not None
+        first.close()
+        first.path.unlink()
+        assert store.reserve([(CHUNK_BYTES,)], "uint8") == [None]
+        assert store._load_link.connection is None
+        (tmp_path / "second").mkdir()
+        with scripted_sidecar(tmp_path / "second", lambda request: None) as second:
+            first.path.symlink_to(second.path)
+            eventually(lambda: store._load_link.connection, "loads have no connection")
+            eventually(lambda: store._link.connection, "stores have no connection")
+
+
+def test_a_connection_that_is_given_up_takes_no_other_with_it(tmp_path: Path) -> None:
+    def script(request: m.Message) -> Answer:
+        return m.ReserveOk(((3, ARENA_BYTES),)) if isinstance(request, m.Reserve) else None
+
+    with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
+        before = store._load_link.connection
+        assert store.reserve([(CHUNK_BYTES,)], "uint8") == [None], "memory outside of the arena"
+        assert store._link.connection is None
+        assert store._load_link.connection is before is not None
