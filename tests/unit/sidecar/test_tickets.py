@@ -16,8 +16,8 @@ from lmcache_core.sidecar import messages as m
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.telemetry import Counters
 from lmcache_sidecar import metrics
+from lmcache_sidecar.descriptions import MAX_DESCRIPTIONS
 from lmcache_sidecar.socket import server as server_module
-from lmcache_sidecar.socket.session import MAX_DESCRIPTIONS
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
 from tests.fixtures.embedded import until
@@ -183,6 +183,21 @@ def test_the_last_descriptions_of_a_client_are_remembered(sidecar: RunningSocket
         assert names[-2:] == ["m69", "m20"]
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("description", "text"),
+    [
+        (m.Describe("vllm", "m", m.MAX_RANKS + 1, 16, bytes(32), ("",)), "<= 1024"),
+        (m.Describe("vllm", "m", m.MAX_RANKS, 16, bytes(32), tuple(map(str, range(9)))), "9216 keys"),
+        (m.Describe("vllm", "é" * 1024, 1, 16, bytes(32), ("",)), "model_name"),
+    ],
+)
+def test_what_could_name_no_chunk_is_refused(sidecar: RunningSocket, description: m.Describe, text: str) -> None:
+    connection = connected(sidecar)
+    with pytest.raises(ProtocolError, match=text):
+        connection.call(description, m.DescribeOk)
+    connection.close()
 
 
 def pinned(connection: SidecarConnection) -> tuple[m.PinnedChunk, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
@@ -12,6 +12,9 @@ from lmcache_core.sidecar.messages import Describe
 from lmcache_servicekit.errors import ConflictError
 
 MAX_DESCRIPTIONS = 64
+"""Of one client; of all that have gone; and that are told at once."""
+MAX_LEFT_BEHIND = 16
+"""Of one client that has gone."""
 MAX_NAMED_KEYS = 8192
 """Chunks times ranks times groups of layers."""
 MAX_NAMED_MODELS = 8
@@ -19,35 +22,55 @@ MAX_NAMED_MODELS = 8
 
 
 class Descriptions:
-    """What engines have said, the last ones, also of those that have gone. On the event loop only."""
+    """What engines have said, the last ones of each, and some of what those have said that have gone. On the event loop only."""
 
     def __init__(self) -> None:
-        self._known: dict[Describe, None] = {}
+        self._said: dict[Hashable, dict[Describe, None]] = {}
+        self._left_behind: dict[Describe, None] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len({known for said in (self._left_behind, *self._said.values()) for known in said})
 
-    def note(self, description: Describe) -> None:
-        """An engine says how it names KV."""
-        self._known.pop(description, None)
-        self._known[description] = None
-        if len(self._known) > MAX_DESCRIPTIONS:
-            del self._known[next(iter(self._known))]
+    def note(self, description: Describe, client: Hashable = "") -> None:
+        """A client says how it names KV; that pushes out its own oldest word, never another client's."""
+        said = self._said.pop(client, {})
+        self._said[client] = said
+        _add(said, description)
+
+    def said_by(self, client: Hashable) -> tuple[Describe, ...]:
+        """What that client has said, the last one last."""
+        return tuple(self._said.get(client, ()))
+
+    def left(self, client: Hashable) -> None:
+        """That client has gone."""
+        for description in list(self._said.pop(client, ()))[-MAX_LEFT_BEHIND:]:
+            _add(self._left_behind, description)
 
     def of(self, model_name: str | None = None) -> list[Describe]:
-        """Those of that model (of all, if none is named), the last one first.
+        """Those of that model (of all, if none is named): the last one of each client, then the one before of each, and so on.
+
+        Whoever spoke last comes first; those that have gone count as one who spoke before all others. At most `MAX_DESCRIPTIONS`.
 
         Raises:
             ConflictError: There is none.
         """
-        found = [known for known in reversed(self._known) if model_name is None or known.model_name == model_name]
-        if not self._known:
+        clients = (*reversed(self._said.values()), self._left_behind)
+        in_turn = [known for turn in zip_longest(*map(reversed, clients)) for known in turn if known is not None]
+        if not in_turn:
             raise ConflictError("how KV is named here is not known yet: an engine must have connected to this sidecar once")
+        found = [known for known in dict.fromkeys(in_turn) if model_name is None or known.model_name == model_name]
         if not found:
-            models = dict.fromkeys(repr(known.model_name) for known in reversed(self._known))
+            models = dict.fromkeys(repr(known.model_name) for known in in_turn)
             named = ", ".join(list(models)[:MAX_NAMED_MODELS])
             raise ConflictError(f"no engine of the model {model_name!r} has connected; known: {named}")
-        return found
+        return found[:MAX_DESCRIPTIONS]
+
+
+def _add(said: dict[Describe, None], description: Describe) -> None:
+    said.pop(description, None)
+    said[description] = None
+    if len(said) > MAX_DESCRIPTIONS:
+        del said[next(iter(said))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +109,7 @@ class Namer:
             ConfigError: They have too many keys.
             ValueError: A token id is negative or above 2^32-1.
         """
-        self._check(-(-len(token_ids) // self._description.chunk_size))
+        self.check_tokens(len(token_ids))
         from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32  # needs numpy, which nothing else here does
 
         chain = chain_hashes(self._description.root, tokens_as_uint32(token_ids), self._description.chunk_size)
@@ -98,10 +121,19 @@ class Namer:
         Raises:
             ConfigError: They have too many keys.
         """
-        self._check(len(chunk_hashes))
+        self.check_chunks(len(chunk_hashes))
         return [self._named(chunk_hash) for chunk_hash in chunk_hashes]
 
-    def _check(self, num_chunks: int) -> None:
+    def check_tokens(self, num_tokens: int) -> None:
+        """As `check_chunks`, for the chunks of so many tokens."""
+        self.check_chunks(-(-num_tokens // self._description.chunk_size))
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """Refuse to name too much at once.
+
+        Raises:
+            ConfigError: So many chunks have more than `MAX_NAMED_KEYS` keys.
+        """
         known = self._description
         keys_per_chunk = known.world_size * len(known.groups)
         if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
@@ -117,3 +149,29 @@ class Namer:
             for rank, group in product(range(known.world_size), known.groups)
         )
         return NamedChunk(chunk_hash, keys, start, end)
+
+
+def namers(tenant: str, descriptions: Sequence[Describe], check: Callable[[Namer], None]) -> list[tuple[Describe, Namer]]:
+    """Those of the descriptions by which everything that is asked for can be named: one that cannot does not cost the others their answer.
+
+    Args:
+        tenant: Namespace of this pod.
+        descriptions: At least one.
+        check: Raises `ConfigError` where it is too much.
+
+    Raises:
+        ConfigError: It is too much for all of them; what the first says.
+    """
+    able: list[tuple[Describe, Namer]] = []
+    errors: list[ConfigError] = []
+    for description in descriptions:
+        namer = Namer(tenant, description)
+        try:
+            check(namer)
+        except ConfigError as exc:
+            errors.append(exc)
+        else:
+            able.append((description, namer))
+    if not able:
+        raise errors[0]
+    return able

@@ -243,6 +243,7 @@ async def test_too_many_tokens_are_refused_and_as_many_as_allowed_are_not(tmp_pa
         [explanation] = await explain(client, token_ids=[7] * 131_072)
         assert len(explanation["chunks"]) == 512
         assert (await client.post("/v1/explain", json={"token_ids": [7] * 131_073})).status_code == 422
+    async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe(chunk_size=1))
         response = await client.post("/v1/explain", json={"token_ids": [7] * 10_000})
         assert response.status_code == 400

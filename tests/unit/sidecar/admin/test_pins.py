@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.sidecar_app import ARENA_BYTES, describe, hash_of, key_of, serving, store
+from tests.fixtures.sidecar_app import ARENA_BYTES, MODEL, describe, hash_of, key_of, serving, store
 
 A, B, GONE = hash_of("a"), hash_of("b"), hash_of("gone")
 
@@ -85,8 +85,22 @@ async def test_bodies_that_are_not_valid_are_problems(tmp_path: Path, body: dict
 
 async def test_a_description_of_very_many_ranks_costs_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
-        parts.descriptions.note(describe(world_size=(1 << 32) - 1))
+        parts.descriptions.note(describe("large", world_size=(1 << 32) - 1))
         for path in ("/v1/pin", "/v1/explain"):
             response = await client.post(path, json={"chunk_hashes": [A]})
             assert response.status_code == 400
             assert "at most 8192 keys" in response.json()["detail"]
+
+
+async def test_one_that_is_too_large_to_be_named_does_not_cost_the_others_their_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        parts.descriptions.note(describe("large", world_size=1024, groups=[str(number) for number in range(8)]), "another")
+        await store(parts, key_of(A), key_of(B))
+        assert (await client.post("/v1/pin", json={"chunk_hashes": [A, B]})).json()["num_pinned"] == 2
+        answer = (await client.post("/v1/explain", json={"chunk_hashes": [A, B]})).json()
+        assert [explanation["model_name"] for explanation in answer["explanations"]] == [MODEL]
+        assert answer["num_not_explained"] == 1
+        response = await client.post("/v1/explain", json={"chunk_hashes": [A, B], "model": "large"})
+        assert response.status_code == 400
+        assert "ask for 1 chunks or fewer" in response.json()["detail"]

@@ -198,7 +198,7 @@ class Describe(Message, frozen=True):
 
     fmt: Text
     model_name: Text
-    world_size: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     chunk_size: Annotated[int, Meta(ge=1, lt=1 << 32)]
     root: Annotated[bytes, Meta(min_length=CHUNK_HASH_BYTES, max_length=CHUNK_HASH_BYTES)]
     groups: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_CHAINS)]

@@ -7,7 +7,7 @@ from itertools import takewhile
 from lmcache_core.sidecar.messages import Describe
 
 from lmcache_sidecar.admin import explain_schemas as schemas
-from lmcache_sidecar.descriptions import Namer
+from lmcache_sidecar.descriptions import Namer, namers
 from lmcache_sidecar.parts import SidecarParts
 
 MAX_EXPLANATIONS = 4
@@ -17,18 +17,25 @@ async def explain_all(parts: SidecarParts, request: schemas.ExplainRequest) -> s
     """Explain the chunks as the engines name them that connected last.
 
     Raises:
-        ConfigError: They have too many keys.
+        ConfigError: They have too many keys, as every engine names them.
         ConflictError: No engine has said how it names KV.
     """
     known = parts.descriptions.of(request.model)
     if request.token_ids is None:  # a hash holds the identity already
         known = list({(one.fmt, one.model_name, one.world_size, one.groups): one for one in reversed(known)}.values())[::-1]
-    explained = [await _explain(parts, request, one) for one in known[:MAX_EXPLANATIONS]]
+    able = namers(parts.settings.tenant, known, lambda namer: _check(namer, request))
+    explained = [await _explain(parts, request, one, namer) for one, namer in able[:MAX_EXPLANATIONS]]
     return schemas.ExplainAnswer(explanations=explained, num_not_explained=len(known) - len(explained))
 
 
-async def _explain(parts: SidecarParts, request: schemas.ExplainRequest, known: Describe) -> schemas.Explanation:
-    namer = Namer(parts.settings.tenant, known)
+def _check(namer: Namer, request: schemas.ExplainRequest) -> None:
+    if request.token_ids is None:
+        namer.check_chunks(len(request.chunk_hashes or ()))
+    else:
+        namer.check_tokens(len(request.token_ids))
+
+
+async def _explain(parts: SidecarParts, request: schemas.ExplainRequest, known: Describe, namer: Namer) -> schemas.Explanation:
     chunks = namer.of_hashes(request.chunk_hashes or ()) if request.token_ids is None else namer.of_tokens(request.token_ids)
     keys = [key for chunk in chunks for key in chunk.keys]
     states = iter(zip(keys, await parts.explainer.states(keys), strict=True))

@@ -8,7 +8,7 @@ from lmcache_servicekit.auth import require_role
 from lmcache_sidecar.admin import pin_schemas as schemas
 from lmcache_sidecar.admin.pin_views import pins_of, unpinned
 from lmcache_sidecar.dependencies import Parts
-from lmcache_sidecar.descriptions import Namer
+from lmcache_sidecar.descriptions import namers
 
 router = APIRouter(prefix="/v1", tags=["pins"], dependencies=[Depends(require_role("admin"))])
 
@@ -17,7 +17,9 @@ router = APIRouter(prefix="/v1", tags=["pins"], dependencies=[Depends(require_ro
 async def pin(parts: Parts, request: schemas.PinRequest) -> schemas.PinAnswer:
     """Lift chunks that are not hot, and keep them from being evicted. 409 before an engine has said how KV is named, and in a drain."""
     parts.require_serving()
-    chunks = [Namer(parts.settings.tenant, known).of_hashes(request.chunk_hashes) for known in parts.descriptions.of(request.model)]
+    hashes, known = request.chunk_hashes, parts.descriptions.of(request.model)
+    able = namers(parts.settings.tenant, known, lambda namer: namer.check_chunks(len(hashes)))
+    chunks = [namer.of_hashes(hashes) for _, namer in able]
     keys = list(dict.fromkeys(key for of_model in chunks for chunk in of_model for key in chunk.keys))
     reasons = await parts.pins.pin(keys, request.ttl_s)
     return schemas.PinAnswer(

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from lmcache_core.errors import IdentityError, ProtocolError
 from lmcache_core.keys import CacheEngineKey, ChunkChain, ChunkKey
+from lmcache_core.sidecar.messages import Describe
+
+from lmcache_sidecar.descriptions import MAX_NAMED_KEYS
 
 MAX_REMEMBERED_KEYS = 32_768
 MAX_REMEMBERED_KEY_BYTES = 512
@@ -50,8 +53,25 @@ def check_chains(chains: Sequence[ChunkChain]) -> None:
     Raises:
         ProtocolError: The fields of one are too long.
     """
+    for chain in chains:
+        _check_spelling(chain.fmt, chain.model_name, chain.world_size, chain.group)
+
+
+def check_names(description: Describe) -> None:
+    """The same for a description; and one by which not even a single chunk could be named helps nobody.
+
+    Raises:
+        ProtocolError: Its fields are too long, or its chunks have too many keys.
+    """
+    num_keys = description.world_size * len(description.groups)
+    if num_keys > MAX_NAMED_KEYS:
+        raise ProtocolError(f"a description of chunks with {num_keys} keys; the limit is {MAX_NAMED_KEYS}")
+    for group in description.groups:
+        _check_spelling(description.fmt, description.model_name, description.world_size, group)
+
+
+def _check_spelling(fmt: str, model_name: str, world_size: int, group: str) -> None:
     try:
-        for chain in chains:
-            CacheEngineKey(chain.fmt, chain.model_name, chain.world_size, chain.world_size - 1, "0" * 64, chain.group).canonical()
+        CacheEngineKey(fmt, model_name, world_size, world_size - 1, "0" * 64, group).canonical()
     except IdentityError as exc:
         raise ProtocolError(str(exc)) from exc

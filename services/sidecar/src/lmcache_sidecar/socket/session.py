@@ -16,14 +16,13 @@ from lmcache_core.storage.staging import Staging
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket.commons import Commons
 from lmcache_sidecar.socket.context import SessionContext
-from lmcache_sidecar.socket.names import check_chains
+from lmcache_sidecar.socket.names import check_chains, check_names
 from lmcache_sidecar.socket.pins import Pins, fit_for_one_answer
 from lmcache_sidecar.socket.reservations import Reservations
 
 VERIFY_AUTO = "auto"
 logger = logging.getLogger(__name__)
 
-MAX_DESCRIPTIONS = 64
 MAX_REFUSAL_CHARS = 1024
 HOT_TIER = "Hot"
 
@@ -43,7 +42,6 @@ class Session:
         self._reservations = Reservations(context, commons.reserved, self._ids)
         self._pins = Pins(context.stack.hot, self._ids)
         self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
-        self._descriptions: dict[m.Describe, None] = {}
         self._is_draining = False
         self._may_store = False
         self.hello: m.Hello | None = None
@@ -66,8 +64,8 @@ class Session:
 
     @property
     def descriptions(self) -> tuple[m.Describe, ...]:
-        """How this client names KV, as far as it has said so; the last ones, at most `MAX_DESCRIPTIONS`."""
-        return tuple(self._descriptions)
+        """How this client names KV, as far as it has said so; the last ones."""
+        return self._context.descriptions.said_by(self)
 
     def refuse_stores(self) -> None:
         """From now on every reservation is refused and nothing is lifted for tickets: the sidecar is draining."""
@@ -133,6 +131,7 @@ class Session:
         if self.hello is not None:
             self._commons.leave(self.hello)
             self.hello = None
+        self._context.descriptions.left(self)
         self._reservations.close()
         self._pins.close()
 
@@ -257,11 +256,8 @@ class Session:
         return m.StageOk(staged.is_ready, staged.tiers)
 
     def _describe(self, request: m.Describe) -> m.DescribeOk:
-        self._context.descriptions.note(request)
-        self._descriptions.pop(request, None)
-        self._descriptions[request] = None
-        if len(self._descriptions) > MAX_DESCRIPTIONS:
-            del self._descriptions[next(iter(self._descriptions))]
+        check_names(request)
+        self._context.descriptions.note(request, self)
         return m.DescribeOk()
 
     def _names(self, keys: tuple[bytes, ...]) -> list[ChunkKey]:
