@@ -100,7 +100,7 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
     stores_of(side, output_of([("r", ([1, 2],), 0, 7)]))
-    side.lose_track()
+    side.stores.lose_track()
     assert stores_of(side, output_of(again=[("r", ([3, 4],), 7, 9)])) == ()
     (stored,) = stores_of(side, output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]))
     assert stored.runs[0].block_ids == (5, 6, 7, 8)
@@ -109,7 +109,7 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
 def test_who_listens_hears_what_is_going_to_be_stored() -> None:
     side = scheduler_side(ScriptedStore([None]))
     heard: list[tuple[str, int]] = []
-    side.on_planned = lambda state, run: heard.append((state.request_id, len(run.hashes)))
+    side.stores.on_planned = lambda state, run: heard.append((state.request_id, len(run.hashes)))
     side.new_request(request_of())
     stores_of(side, output_of([("r", TABLE, 0, 43)]))
     assert heard == [("r", 5)]

@@ -5,7 +5,8 @@ How to use it: `docs/vllm.md`.
 | file | concern |
 |---|---|
 | `connector.py` | vLLM's interface: hands each call to one of the two sides |
-| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, what it is to store |
+| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, and what it is called |
+| `planned_stores.py` | the scheduler's side: what is to be stored |
 | `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
 | `plan.py` | what the two sides tell each other |
 | `groups.py`, `identity.py`, `weights.py` | what the KV is |

@@ -103,7 +103,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if events is not None and events.enable_kv_cache_events:
             hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(group.block_size for group in groups)
             self._events = StoredEvents(options.engine.chunk_size, hash_block_size, identity.num_ranks, [group.index for group in groups])
-            self._scheduler.on_planned = self._events.planned
+            self._scheduler.stores.on_planned = self._events.planned
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,7 +174,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         loads = self._scheduler.plan_loads()  # not guarded: what vLLM was promised must be loaded, or be told to have failed
         stores = self._planned_stores(self._scheduler, scheduler_output, loads)
         if stores is None:
-            self._scheduler.lose_track()
+            self._scheduler.stores.lose_track()
         return StepPlan(loads, stores or ())
 
     def update_connector_output(self, connector_output: Any) -> None:

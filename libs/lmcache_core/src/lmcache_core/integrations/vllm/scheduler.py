@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmcache_core.engine import ChunkStore
@@ -14,7 +14,8 @@ from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.offers import Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.planned_stores import StorePlanner
 from lmcache_core.integrations.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ WHOLE_OFFER_S = 60.0
 PARTIAL_OFFER_S = 1.0
 """A request that has waited longer for its turn is looked up again."""
 
-OnStored = Callable[[RequestState, ChunkRun], None]
-
 
 class SchedulerSide:
     """Answers vLLM's scheduler. Called by one thread.
@@ -40,6 +39,9 @@ class SchedulerSide:
         identity: What the KV is.
         store: The chunk store; opened and closed by its owner.
         roots: Roots of chunk names; knows the salt once the store does.
+
+    Attributes:
+        stores: Plans what is stored after each step.
     """
 
     def __init__(
@@ -50,16 +52,15 @@ class SchedulerSide:
         self._chunk_size = options.engine.chunk_size
         self._block_size = max(group.block_size for group in groups)
         self._has_windows = any(group.window is not None for group in groups)
-        self._num_workers = identity.num_ranks * identity.replicas
         self._offers = Offers(store, identity, groups, self._chunk_size)
         self._roots = roots
         self._namer = Namer(roots, self._chunk_size)
         self._states: dict[str, RequestState] = {}
+        self.stores = StorePlanner(options, groups, self._states, self._namer, identity.num_ranks * identity.replicas)
         self._loads: dict[str, RequestState] = {}
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self._step_began: tuple[int, float] | None = None
         self._is_out = False
-        self.on_planned: OnStored | None = None
 
     def new_request(self, request: Any) -> None:
         """A request has come: what it needs begins to be lifted while it waits for its turn."""
@@ -128,15 +129,7 @@ class SchedulerSide:
         """
         num_tokens = output.total_num_scheduled_tokens
         self._step_began = (num_tokens, time.monotonic()) if num_tokens >= MIN_PREFILL_TOKENS and not loads else None
-        scheduled = list(self._scheduled(output))
-        # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
-        is_at_risk = self._num_workers > 1 and any(not load.is_async for load in loads)
-        return () if is_at_risk or self._may_others_load(output) else tuple(self._stores(scheduled))
-
-    def lose_track(self) -> None:
-        """Planning stores has failed half-way: what is known of block tables may be wrong, and nothing more is stored from them."""
-        for state in self._states.values():
-            state.tables = []
+        return self.stores.plan(output, loads)
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """What the workers said after a step.
@@ -228,49 +221,6 @@ class SchedulerSide:
         if not state.is_loading:
             state.forget_offer()
         return Load(state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self._prefill.recompute_s(self._chunk_size))
-
-    def _scheduled(self, output: Any) -> Iterable[tuple[RequestState, int]]:
-        """Follow the block tables; each scheduled request, and how many of its tokens have KV after this step."""
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.set_blocks(self._groups, new.block_ids)
-                state.drop_blocks(self._groups, new.num_computed_tokens)
-                yield state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.set_blocks(self._groups, block_ids)
-            elif block_ids is not None and state.tables:
-                state.add_blocks(self._groups, block_ids)
-            state.drop_blocks(self._groups, num_computed)
-            yield state, num_computed + output.num_scheduled_tokens[request_id]
-
-    def _may_others_load(self, output: Any) -> bool:
-        """Whether another connector (beside this one in a `MultiConnector`) may load in this step: nobody tells our worker if it fails."""
-        if not getattr(output, "has_sync_kv_loads", True):  # since 0.29
-            return False
-        cached = output.scheduled_cached_reqs
-        begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-        begun += [known for known in zip(cached.req_ids, cached.num_computed_tokens, strict=True) if known[0] in cached.resumed_req_ids]
-        states = ((self._states.get(request_id), num_computed) for request_id, num_computed in begun)
-        return any(state is not None and num_computed > state.num_local for state, num_computed in states)
-
-    def _stores(self, scheduled: Iterable[tuple[RequestState, int]]) -> Iterable[Store]:
-        for state, num_tokens in scheduled:
-            request = state.request
-            num_known = len(request.all_token_ids) if self._options.engine.save_decode_cache else request.num_prompt_tokens
-            if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
-                continue
-            runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
-            if self.on_planned is not None:
-                for run in runs:
-                    self.on_planned(state, run)
-            if runs:
-                yield Store(state.request_id, tuple(runs))
 
     def _give_up(self, request_id: str) -> None:
         """A load has failed: offering it again could go on for ever. What the request computes instead is stored again."""
