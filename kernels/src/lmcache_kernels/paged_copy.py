@@ -6,10 +6,76 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.pages import WORD_DTYPES, Pages, UnitView
+from lmcache_kernels.pages import WORD_DTYPES, HostArray, HostUnits, Pages, UnitView
+
+HOST_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSlots:
+    """Slots that have been checked against pages, once for all copies that go there. Make them with `CheckedSlots.of`.
+
+    Attributes:
+        pages: The pages.
+        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size + offset`. All exist.
+        are_distinct: Whether no slot occurs twice; False where nobody has looked.
+    """
+
+    pages: Pages
+    slots: torch.Tensor
+    are_distinct: bool
+
+    @classmethod
+    def of(cls, pages: Pages, slot_mapping: torch.Tensor, once: bool) -> CheckedSlots:
+        """Check slots against pages. Waits for the device when the slots are on one.
+
+        Args:
+            pages: The pages.
+            slot_mapping: int64 `[num_tokens]`, on the pages' device or the CPU.
+            once: Demand that no slot occurs twice.
+
+        Raises:
+            KernelInputError: They do not fit the pages, a slot does not exist or (with `once`) is not alone.
+        """
+        if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
+            raise KernelInputError(f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
+        if slot_mapping.device != pages.device and slot_mapping.device.type != "cpu":
+            raise KernelInputError(f"slot_mapping is on {slot_mapping.device}, the pages are on {pages.device}")
+        slots = slot_mapping.contiguous()
+        if slots.shape[0]:
+            _check_slots(slots, pages.num_slots, once)
+        return cls(pages, slots.to(pages.device), once)
+
+    def part(self, begin: int, end: int) -> CheckedSlots:
+        """The slots of tokens `[begin, end)`."""
+        return CheckedSlots(self.pages, self.slots[begin:end], self.are_distinct)
+
+    def copy_with(self, blob: torch.Tensor, writes_pages: bool) -> PagedCopy:
+        """A copy between these slots and a chunk.
+
+        Args:
+            blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages' dtype and device.
+            writes_pages: Also demand that no slot occurs twice and no two page tensors are the same memory.
+
+        Raises:
+            KernelInputError: They do not fit together.
+        """
+        pages = self.pages
+        expected = (pages.num_sides, pages.num_layers, self.slots.shape[0], pages.hidden_size)
+        if tuple(blob.shape) != expected or not blob.is_contiguous():
+            kind = "contiguous" if blob.is_contiguous() else "not contiguous"
+            raise KernelInputError(f"the chunk is {tuple(blob.shape)}, {kind}; expected {expected}, contiguous")
+        if blob.dtype != pages.dtype or blob.device != pages.device:
+            raise KernelInputError(f"the chunk is {blob.dtype} on {blob.device}; the pages are {pages.dtype} on {pages.device}")
+        if writes_pages and not pages.are_distinct:
+            raise KernelInputError("two of the keys and values are the same memory: what would be written there is ambiguous")
+        if writes_pages and not self.are_distinct:
+            raise KernelInputError("these slots were checked for reading: one may occur twice")
+        return PagedCopy(pages, self.slots, blob)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +120,14 @@ class PagedCopy:
         """As `Pages.unit_views`, in this copy's words."""
         return tuple(None if cut is None else (self._narrowed(cut[0]), cut[1]) for cut in self.pages.unit_views(unit))
 
+    def host_words(self) -> tuple[HostArray, ...]:
+        """As `Pages.host_words`, in this copy's words."""
+        return tuple(self._narrowed_array(page) for page in self.pages.host_words)
+
+    def host_units(self, unit: int) -> tuple[HostUnits | None, ...]:
+        """As `Pages.host_units`, in this copy's words."""
+        return tuple(None if cut is None else (self._narrowed_array(cut[0]), cut[1]) for cut in self.pages.host_units(unit))
+
     def blob_words(self) -> torch.Tensor:
         """The chunk as untyped words, sharing memory: `[len(pages.tensors), num_tokens, *row]`, `row` as in `page_words`."""
         row = list(self.pages.words[0].shape[2:])
@@ -73,6 +147,9 @@ class PagedCopy:
         narrowed: torch.Tensor = view.view(WORD_DTYPES[self.word_bytes])
         return narrowed
 
+    def _narrowed_array(self, array: HostArray) -> HostArray:
+        return array if self.word_bytes == self.pages.word_bytes else array.view(HOST_DTYPES[self.word_bytes])
+
 
 def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool, once: bool = False) -> PagedCopy:
     """Check chunk and slots against the pages. Waits for the device when the slots are on one.
@@ -87,22 +164,7 @@ def checked_copy(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, w
     Raises:
         KernelInputError: They do not fit together, a slot does not exist or (with `writes_pages` or `once`) is not alone.
     """
-    if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
-        raise KernelInputError(f"slot_mapping must be int64 [num_tokens], not {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
-    if slot_mapping.device != pages.device and slot_mapping.device.type != "cpu":
-        raise KernelInputError(f"slot_mapping is on {slot_mapping.device}, the pages are on {pages.device}")
-    expected = (pages.num_sides, pages.num_layers, slot_mapping.shape[0], pages.hidden_size)
-    if tuple(blob.shape) != expected or not blob.is_contiguous():
-        kind = "contiguous" if blob.is_contiguous() else "not contiguous"
-        raise KernelInputError(f"the chunk is {tuple(blob.shape)}, {kind}; expected {expected}, contiguous")
-    if blob.dtype != pages.dtype or blob.device != pages.device:
-        raise KernelInputError(f"the chunk is {blob.dtype} on {blob.device}; the pages are {pages.dtype} on {pages.device}")
-    if writes_pages and not pages.are_distinct:
-        raise KernelInputError("two of the keys and values are the same memory: what would be written there is ambiguous")
-    slots = slot_mapping.contiguous()
-    if slots.shape[0]:
-        _check_slots(slots, pages.num_slots, once=once or writes_pages)
-    return PagedCopy(pages, slots.to(pages.device), blob)
+    return CheckedSlots.of(pages, slot_mapping, once or writes_pages).copy_with(blob, writes_pages)
 
 
 def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:

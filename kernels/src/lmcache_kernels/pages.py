@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from lmcache_kernels.errors import KernelInputError
@@ -15,6 +17,8 @@ MAX_WORD_BYTES = 8
 WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 UnitView = tuple[torch.Tensor, int]
+HostArray = npt.NDArray[Any]
+HostUnits = tuple[HostArray, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +162,29 @@ class Pages:
             For each tensor a view `[…, *unit_shape(unit)]` and how many units apart two blocks are in it; None where the distance of two
             blocks is not a whole number of units. Units between two blocks belong to somebody else.
         """
-        return self._block_views if unit == self.block_size else self._cut(unit)
+        if unit not in self._cuts:
+            self._cuts[unit] = self._cut(unit)
+        return self._cuts[unit]
 
     @cached_property
-    def _block_views(self) -> tuple[UnitView | None, ...]:
-        return self._cut(self.block_size)
+    def host_words(self) -> tuple[HostArray, ...]:
+        """`words` of pages in host memory, as numpy's."""
+        return tuple(words.numpy() for words in self.words)
+
+    def host_units(self, unit: int) -> tuple[HostUnits | None, ...]:
+        """`unit_views` of pages in host memory, as numpy's."""
+        if unit not in self._host_cuts:
+            self._host_cuts[unit] = tuple(None if cut is None else (cut[0].numpy(), cut[1]) for cut in self.unit_views(unit))
+        return self._host_cuts[unit]
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[UnitView | None, ...]]:
+        """What `unit_views` has been asked for: at most one entry for each divisor of the block size."""
+        return {}
+
+    @cached_property
+    def _host_cuts(self) -> dict[int, tuple[HostUnits | None, ...]]:
+        return {}
 
     def _cut(self, unit: int) -> tuple[UnitView | None, ...]:
         shape = self.unit_shape(unit)

@@ -55,6 +55,13 @@ class SlotRuns:
         """One behind the last token of the last unit."""
         return self.begin + self.unit * len(self.blocks)
 
+    def units_at(self, apart: int) -> Integers | slice:
+        """The number of each unit in pages whose blocks are so many units apart; a slice where they follow each other."""
+        numbers = self.blocks * apart + self.places
+        first, last = int(numbers[0]), int(numbers[-1])
+        follow = last - first == len(numbers) - 1 and bool((numbers[1:] - numbers[:-1] == 1).all())
+        return slice(first, last + 1) if follow else numbers
+
     def token_slots(self) -> tuple[Integers, Integers]:
         """Block and place in the block of each token of the units."""
         return np.repeat(self.blocks, self.unit), (self.places[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
@@ -70,6 +77,8 @@ def find_runs(slots: Integers, block_size: int) -> SlotRuns:
         slots: At least one, all valid.
         block_size: Tokens in a block.
     """
+    if block_size == 1:
+        return SlotRuns((), 0, 1, slots, np.zeros_like(slots))
     breaks = np.flatnonzero((slots[1:] != slots[:-1] + 1) | (slots[1:] % block_size == 0)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(starts, append=len(slots))

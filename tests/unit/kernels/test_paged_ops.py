@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_kernels import KernelInputError
-from lmcache_kernels.paged_copy import checked_copy
+from lmcache_kernels.paged_copy import CheckedSlots, checked_copy
 from lmcache_kernels.paged_gather import paged_gather, paged_gather_reference
 from lmcache_kernels.paged_scatter import paged_scatter, paged_scatter_reference
 from lmcache_kernels.pages import Pages
@@ -208,3 +208,12 @@ paged_gather(Pages.of([page], [page]), torch.tensor([0]), torch.empty(2, 1, 1, 1
 sys.exit("triton" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_slots_that_were_checked_for_reading_are_not_written():
+    keys = torch.zeros(4, 2, 1, 4)
+    checked = CheckedSlots.of(Pages.of([keys]), torch.tensor([1, 1]), once=False)
+    blob = torch.ones(1, 1, 2, 4)
+    assert checked.copy_with(blob, writes_pages=False).num_tokens == 2
+    with pytest.raises(KernelInputError, match="checked for reading"):
+        checked.copy_with(blob, writes_pages=True)

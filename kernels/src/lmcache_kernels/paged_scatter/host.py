@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from lmcache_kernels.paged_copy import PagedCopy
 from lmcache_kernels.slot_runs import find_runs
 
@@ -19,20 +17,18 @@ def paged_scatter_host(copy: PagedCopy) -> Iterator[int]:
         How many of the pages, from the first, have their part of the chunk.
     """
     runs = find_runs(copy.slots.numpy(), copy.pages.block_size)
-    with torch.inference_mode():
-        pages, blob = copy.page_words(), copy.blob_words()
-        for run in runs.edges:
-            for page, chunk in zip(pages, blob.numpy(), strict=True):
-                page.numpy()[run.block, run.offset : run.offset + run.length] = chunk[run.token : run.token + run.length]
-        if not len(runs.blocks):
-            return
-        cuts = copy.unit_views(runs.unit)
-        index = {apart: runs.blocks * apart + runs.places for apart in {cut[1] for cut in cuts if cut is not None}}
-        units = copy.blob_units(runs.begin, runs.end, runs.unit).numpy()
+    pages = copy.host_words()
+    for run in runs.edges:
+        for page, chunk in zip(pages, copy.blob_words().numpy(), strict=True):
+            page[run.block, run.offset : run.offset + run.length] = chunk[run.token : run.token + run.length]
+    if not len(runs.blocks):
+        return
+    cuts = copy.host_units(runs.unit)
+    places = {apart: runs.units_at(apart) for apart in {cut[1] for cut in cuts if cut is not None}}
+    units = copy.blob_units(runs.begin, runs.end, runs.unit).numpy()
     for done, (page, cut, source) in enumerate(zip(pages, cuts, units, strict=True), 1):
-        with torch.inference_mode():  # not around the yield: it would hold for the caller too
-            if cut is not None:
-                cut[0].numpy()[index[cut[1]]] = source
-            else:
-                page.numpy()[runs.token_slots()] = source.reshape(-1, *page.shape[2:])
+        if cut is not None:
+            cut[0][places[cut[1]]] = source
+        else:
+            page[runs.token_slots()] = source.reshape(-1, *page.shape[2:])
         yield done

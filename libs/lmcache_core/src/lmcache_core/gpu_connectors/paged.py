@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.paged_copy import PagedCopy, checked_copy
 from lmcache_kernels.paged_gather import paged_gather_steps
 from lmcache_kernels.paged_scatter import paged_scatter_steps
 
 from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import OrderedGPUConnector
 from lmcache_core.gpu_connectors.binding import Binding, BindingCache, bind_declared, bind_pairs
 from lmcache_core.gpu_connectors.content import check_format, checked_tensor
@@ -37,20 +35,21 @@ class PagedConnector(OrderedGPUConnector):
         self._staging = Staging(staging_tokens)
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`."""
+        """See `GPUConnectorInterface.from_gpu`; needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         self._fill(memory_obj, start, end, kwargs)
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`."""
+        """See `GPUConnectorInterface.to_gpu`; needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
         check_format(memory_obj)
         progress = kwargs.get("progress")
-        binding, slots = self._engine_side(start, end, kwargs)
+        addresses = self._addresses(start, end, kwargs)
+        binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=False)
         with self._staging.near(content, binding, end - start) as staged:
             if staged is not content:
                 staged.copy_(content, non_blocking=True)
-            for offset, copy in _copies(binding, slots, staged, (start, end), writes_pages=True):
+            for offset, copy in addresses.copies(staged, start, end, writes_pages=True):
                 for num_pages in paged_scatter_steps(copy):
                     if progress is not None:
                         progress(offset + num_pages * copy.page_bytes)
@@ -66,6 +65,15 @@ class PagedConnector(OrderedGPUConnector):
             raise ValueError("kvcaches is missing: pass the pages of every layer")
         return self._bindings.binding_of(kvcaches)
 
+    def addresses_of(self, kvcaches: Any, slot_mapping: Any, begin: int, end: int) -> Addresses:
+        """Where tokens `[begin, end)` lie, checked once for many chunks: pass it as `addresses`, as long as the engine's tensors stay.
+
+        Raises:
+            ValueError: An argument is missing.
+            LayoutError: The tensors or the slots do not fit.
+        """
+        return Addresses.of(self.binding_of(kvcaches), slot_mapping, begin, end)
+
     @abstractmethod
     def _bind(self, kvcaches: Any) -> Binding:
         """Match tensors with what the connector was made for; LayoutError when they are something else."""
@@ -73,11 +81,12 @@ class PagedConnector(OrderedGPUConnector):
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
         """`from_gpu` of a memory object of any format."""
         progress = kwargs.get("progress")
-        binding, slots = self._engine_side(start, end, kwargs)
+        addresses = self._addresses(start, end, kwargs)
+        binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
         with self._staging.near(content, binding, end - start) as staged:
             is_filled_at_once = staged is content and binding.device.type == "cpu"
-            copies = _copies(binding, slots, staged, (start, end), writes_pages=False)
+            copies = addresses.copies(staged, start, end, writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
                 staged[gap].zero_()  # the digest covers these bytes, and what lay there before is nobody's business
             for offset, copy in copies:
@@ -88,10 +97,9 @@ class PagedConnector(OrderedGPUConnector):
                 content.copy_(staged, non_blocking=True)
             _finish(binding.device)
 
-    def _engine_side(self, start: int, end: int, kwargs: dict[str, Any]) -> tuple[Binding, list[torch.Tensor]]:
-        binding = self.binding_of(kwargs.get("kvcaches"))
-        names = [group.name for group in binding.layout.groups]
-        return binding, [_part(mapping, start, end) for mapping in _mappings(kwargs.get("slot_mapping"), names)]
+    def _addresses(self, start: int, end: int, kwargs: dict[str, Any]) -> Addresses:
+        checked: Addresses | None = kwargs.get("addresses")
+        return checked or self.addresses_of(kwargs.get("kvcaches"), kwargs.get("slot_mapping"), start, end)
 
 
 class PagedGPUConnector(PagedConnector):
@@ -205,57 +213,6 @@ def _content(memory_obj: MemoryObj, layout: KVLayout, num_tokens: int, is_filled
     """All bytes of a memory object, flat."""
     tensor = checked_tensor(memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled)
     return tensor.view(-1).view(torch.uint8)
-
-
-def _copies(
-    binding: Binding, slots: Sequence[torch.Tensor], staged: torch.Tensor, tokens: tuple[int, int], writes_pages: bool
-) -> list[tuple[int, PagedCopy]]:
-    """One copy for each group, all checked, and where it begins in the chunk, bytes.
-
-    A slot is one token's when it is only read, too: the other token would be kept with KV that is not its own.
-    """
-    specs = binding.layout.tensor_specs(tokens[1] - tokens[0])
-    try:
-        copies = [
-            (spec.offset, checked_copy(pages, mapping, _part_of(staged, spec).view(pages.dtype).view(spec.shape), writes_pages, once=True))
-            for pages, mapping, spec in zip(binding.pages, slots, specs, strict=True)
-        ]
-    except KernelInputError as exc:
-        hint = "-1 marks the engine's own prefix, which these tokens must not overlap"
-        raise LayoutError(f"tokens [{tokens[0]}, {tokens[1]}): {exc} ({hint})") from exc
-    for pair in binding.sharing:
-        one, other = ({slot // binding.pages[i].block_size for slot in slots[i].tolist()} for i in pair)
-        if one & other:
-            names = " and ".join(repr(binding.layout.groups[i].name) for i in pair)
-            raise LayoutError(
-                f"tokens [{tokens[0]}, {tokens[1]}): the groups {names} are the same memory and both have block {min(one & other)}"
-            )
-    return copies
-
-
-def _part_of(staged: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return staged[spec.offset : spec.offset + spec.length]
-
-
-def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """One slot mapping for each group."""
-    if isinstance(slot_mapping, torch.Tensor):
-        return [slot_mapping] * len(names)
-    if isinstance(slot_mapping, Mapping):
-        slot_mapping = [slot_mapping.get(name) for name in names]
-    if not isinstance(slot_mapping, Sequence) or not all(isinstance(mapping, torch.Tensor) for mapping in slot_mapping):
-        raise ValueError(
-            "slot_mapping is missing: pass an int64 tensor with the slot of every token of the sequence (or one for each group)"
-        )
-    if len(slot_mapping) != len(names):
-        raise LayoutError(f"slot_mapping has {len(slot_mapping)} parts; the layout has the groups {', '.join(names)}")
-    return list(slot_mapping)
-
-
-def _part(slot_mapping: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    if slot_mapping.ndim != 1 or not 0 <= start <= end <= slot_mapping.shape[0]:
-        raise LayoutError(f"tokens [{start}, {end}) are not all in slot_mapping, whose shape is {tuple(slot_mapping.shape)}")
-    return slot_mapping[start:end]
 
 
 def _finish(device: torch.device) -> None:

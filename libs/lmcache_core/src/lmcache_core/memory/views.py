@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from lmcache_core.memory.dtypes import dtype_name
@@ -19,10 +20,20 @@ def tensor_over(view: memoryview, shape: Sequence[int], dtype: torch.dtype | str
     kind = torch.uint8 if dtype is None else getattr(torch, dtype_name(dtype))
     if len(view) == 0:
         return torch.empty(tuple(shape), dtype=kind)
+    if view.readonly:
+        _warn_unseen()
+    flat: torch.Tensor = torch.frombuffer(view, dtype=kind)
+    return flat.view(tuple(shape))
+
+
+@cache
+def _warn_unseen() -> None:
+    """torch warns of buffers that are not writable once in a process: have that behind us."""
+    import torch
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat: torch.Tensor = torch.frombuffer(view, dtype=kind)
-    return flat.view(tuple(shape))
+        torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 def bytes_under(tensor: torch.Tensor) -> memoryview:

@@ -32,6 +32,7 @@ class _Lane:
 
     group: CacheGroup
     memory: GroupMemory
+    connector: PagedGPUConnector
     transfer: KVTransfer
 
 
@@ -94,7 +95,7 @@ class WorkerSide:
             described = replace(metadata, kv_dtype=memory.layout.kv_dtype)
             transfer = KVTransfer(self._store, connector, described, self._counters, self._workers, memory.unit_tokens)
             run_canary(connector, memory.kvcaches, memory.engine, transfer.through_store)
-            lanes.append(_Lane(group, memory, transfer))
+            lanes.append(_Lane(group, memory, connector, transfer))
         self._lanes = lanes
         self._loads.open()
 
@@ -197,7 +198,7 @@ class WorkerSide:
             logger.error("request %s has no block, or no chunk, for KV that is to be loaded", load.request_id)
             return max(start, load.begin)
         wanted = ((begin - start) // unit, (end - start) // unit)
-        num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane), wanted)
+        num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted)
         return None if num_loaded == len(run.hashes) else max(start + num_loaded * chunk_size, load.begin)
 
     def _store_run(self, run: ChunkRun) -> None:
@@ -206,7 +207,7 @@ class WorkerSide:
         num_known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
         stored = [True] * num_known
         if num_known < len(named):
-            stored += lane.transfer.store(named[num_known:], self._arguments(run, lane))
+            stored += lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
         for chunk_hash, is_stored in zip(run.hashes, stored, strict=True):
             if is_stored:
                 self._report.stored[run.group, chunk_hash] = 1
@@ -220,12 +221,12 @@ class WorkerSide:
         )
         return [(i * units, (i + 1) * units, key) for i, key in enumerate(keys)]
 
-    def _arguments(self, run: ChunkRun, lane: _Lane) -> dict[str, Any]:
-        """The GPU connector's arguments."""
+    def _arguments(self, run: ChunkRun, lane: _Lane, begin: int, end: int) -> dict[str, Any]:
+        """The GPU connector's arguments for slots `[begin, end)` of a run, checked once for all of its chunks."""
         slots = torch.tensor(run.block_ids, dtype=torch.int64)
         if lane.memory.unit_tokens == 1:
             slots = (slots[:, None] * lane.group.block_size + torch.arange(lane.group.block_size)).reshape(-1)
-        return {"kvcaches": lane.memory.kvcaches, "slot_mapping": slots}
+        return {"addresses": lane.connector.addresses_of(lane.memory.kvcaches, slots, begin, end)}
 
     def _units(self, memory: GroupMemory) -> int:
         """Slots of a chunk."""
