@@ -12,6 +12,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.storage.absent import AbsentTiers
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.lifts import IsUnwanted, Lift, Lifts
@@ -55,14 +56,16 @@ class TierStack:
         keep_hot: bool = True,
     ) -> None:
         self.hot = hot
-        self.lower = tuple(lower)
+        self.lower = self._tiers = tuple(lower)
+        self._absent = AbsentTiers(self._came)
         self._listener = listener
         self._keep_hot = keep_hot
         self._lifts = Lifts()
         pending_bytes = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
-        self._writers = {
+        self._written_to = {
             tier.name: WriteBehind(tier, pending_bytes, self._written) for tier in (self.lower if written is None else written)
         }
+        self._writers: dict[str, WriteBehind] = {}
 
     @property
     def keeps_hot(self) -> bool:
@@ -70,24 +73,19 @@ class TierStack:
         return self._keep_hot
 
     async def open(self) -> None:
-        """Open every tier; one that cannot be had is left out, since a broken disk must not stop what works without it.
+        """Open every tier; one that cannot be had is left out until it can, since a broken disk must not stop what works without it.
 
         Raises:
             ConfigError: A tier's options are wrong, or another process owns its directory.
         """
         await self.hot.open()
+        self.lower = tuple([tier for tier in self._tiers if await self._absent.opens(tier)])
         for tier in self.lower:
-            try:
-                await tier.open()
-            except UnavailableError as exc:
-                logger.error("going on without the tier %s: %s", tier.name, exc)
-                self._writers.pop(tier.name, None)
-                self.lower = tuple(other for other in self.lower if other is not tier)
-        for writer in self._writers.values():
-            writer.open()
+            self._write_to(tier)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent."""
+        await self._absent.close()
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
         for tier in (*self.lower, self.hot):
             try:
@@ -270,6 +268,17 @@ class TierStack:
             for chunk, is_kept in zip(arrived, self.hot.put_many(arrived), strict=True):
                 if is_kept:
                     self._written(chunk, self.hot.name)
+
+    def _came(self, late: StorageBackend) -> None:
+        """A tier is there now that could not be had. It holds what it held, also what was removed from the others meanwhile."""
+        self.lower = tuple(tier for tier in self._tiers if tier is late or tier in self.lower)
+        self._write_to(late)
+
+    def _write_to(self, tier: StorageBackend) -> None:
+        writer = self._written_to.get(tier.name)
+        if writer is not None:
+            self._writers[tier.name] = writer
+            writer.open()
 
     def _written(self, chunk: Chunk, tier: str) -> None:
         if self._listener is not None:

@@ -87,6 +87,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._on_removed = on_removed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: Future[None] | None = None
+        self._has_opened = asyncio.Event()
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -111,6 +112,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         except BaseException:
             await self.close()
             raise
+        self._has_opened.set()
 
     async def close(self) -> None:
         """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory up. Idempotent."""
@@ -120,7 +122,8 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
 
     async def wait_loaded(self) -> None:
-        """Wait until the directory has been read, or could not be."""
+        """Wait until it is open and the directory has been read, or could not be."""
+        await self._has_opened.wait()
         if self._loading is not None:
             await wait_all([self._loading])
 
