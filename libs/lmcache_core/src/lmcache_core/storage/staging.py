@@ -13,7 +13,7 @@ from lmcache_core.keys import ChunkChain
 from lmcache_core.record import Chunk, Staged, StagedFrom
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging_room import StagingRoom
-from lmcache_core.storage.ticket import StagedChain, Ticket, code_of, whole
+from lmcache_core.storage.ticket import StagedChain, Ticket, code_of, ending, whole
 from lmcache_core.storage.turns import Steps, at_once, in_turns
 
 MAX_TICKETS = 4096
@@ -175,23 +175,7 @@ class Staging:
             yield from self._ending(self._tickets.popitem()[1])
 
     def _ending(self, ticket: Ticket) -> Steps[None]:
-        """Give back what a ticket holds that is known no more; all of it, also where nobody waits for the end."""
-        ticket.is_over = True
-        try:
-            while len(ticket.held) > HOT_BLOCK_KEYS:
-                self._give_back(ticket, HOT_BLOCK_KEYS)
-                yield
-        finally:
-            self._give_back(ticket, len(ticket.held))
-
-    def _give_back(self, ticket: Ticket, num_chunks: int) -> None:
-        given = ticket.held[:num_chunks]
-        del ticket.held[:num_chunks]
-        unheld = self._room.give(given)
-        if not self._stack.keeps_hot:
-            self._stack.hot.remove_many([chunk.key for chunk in unheld])
-        for chunk in given:
-            chunk.release()
+        return ending(ticket, self._stack, self._room, HOT_BLOCK_KEYS)
 
     def _holding_hot(self, ticket: Ticket, chain: StagedChain) -> Steps[None]:
         for numbers in chain.blocks(range(len(chain.tiers)), HOT_BLOCK_KEYS):

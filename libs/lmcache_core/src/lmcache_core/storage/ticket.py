@@ -8,6 +8,9 @@ from types import MappingProxyType
 from lmcache_core.keys import ChunkChain, ChunkKey
 from lmcache_core.record import Chunk, Result, Staged, StagedFrom
 from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.staging_room import StagingRoom
+from lmcache_core.storage.turns import Steps
 
 _CODES = MappingProxyType(
     {
@@ -58,6 +61,27 @@ class Ticket:
     def staged(self) -> Staged:
         """What there is to tell of it."""
         return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
+
+
+def ending(ticket: Ticket, stack: TierStack, room: StagingRoom, block: int) -> Steps[None]:
+    """Give back what a ticket holds that is known no more, so many chunks at a time; closed, all of the rest."""
+    ticket.is_over = True
+    try:
+        while len(ticket.held) > block:
+            _give_back(ticket, stack, room, block)
+            yield
+    finally:
+        _give_back(ticket, stack, room, len(ticket.held))
+
+
+def _give_back(ticket: Ticket, stack: TierStack, room: StagingRoom, num_chunks: int) -> None:
+    given = ticket.held[:num_chunks]
+    del ticket.held[:num_chunks]
+    unheld = room.give(given)
+    if not stack.keeps_hot:
+        stack.hot.remove_many([chunk.key for chunk in unheld])
+    for chunk in given:
+        chunk.release()
 
 
 def whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
