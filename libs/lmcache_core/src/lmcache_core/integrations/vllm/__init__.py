@@ -5,11 +5,11 @@ How to use it: `docs/vllm.md`.
 | file | concern |
 |---|---|
 | `connector.py` | vLLM's interface: hands each call to one of the two sides |
-| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, and what it is called |
+| `scheduler.py`, `requests.py`, `offers.py`, `naming.py`, `names.py` | the scheduler's side: what a request can load, and its name |
 | `planned_stores.py` | the scheduler's side: what is to be stored |
 | `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
 | `plan.py` | what the two sides tell each other |
-| `groups.py`, `identity.py`, `weights.py` | what the KV is |
+| `groups.py`, `identity.py`, `weights.py`, `adapters.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
 | `events.py`, `stats.py`, `sources.py`, `logs.py` | KV events, figures, where hits came from, log lines |
 

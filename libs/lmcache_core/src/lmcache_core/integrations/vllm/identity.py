@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import secrets
 import struct
@@ -15,15 +14,13 @@ import torch
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_version, model_fingerprint, options_fingerprint
+from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
 from lmcache_core.token_database.hashing import identity_root
 
-logger = logging.getLogger(__name__)
-
 FMT = "vllm"
-MAX_ADAPTERS = 1024
 ROOT_APART = b"lmcache/vllm-root/1"
 
 _LENGTH = struct.Struct("<I")
@@ -91,13 +88,16 @@ class Roots:
 
     Args:
         identity: What the KV is.
+
+    Attributes:
+        adapters: Names of adapters.
     """
 
     def __init__(self, identity: KVIdentity) -> None:
         self._metadata = identity.metadata
         self._salt: str | None = None
         self._epoch = ""
-        self._adapters: dict[tuple[int, str, str], tuple[object, str | None]] = {}
+        self.adapters = Adapters()
 
     @property
     def version(self) -> tuple[str | None, str]:
@@ -114,7 +114,7 @@ class Roots:
 
     def root_of(self, request: Any) -> bytes | None:
         """The root for a vLLM request; None while the tenant's salt, or which weights its adapter has, is not known."""
-        salt, adapter = self._salt, self._adapter_of(getattr(request, "lora_request", None))
+        salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
         if salt is None or adapter is None:
             return None
         root = identity_root(replace(self._metadata, adapter=adapter), salt)
@@ -124,28 +124,6 @@ class Roots:
     def base_root(self) -> bytes | None:
         """The root of requests without adapter and without a salt of their own."""
         return None if self._salt is None or self._epoch else identity_root(self._metadata, self._salt)
-
-    def _adapter_of(self, lora: Any) -> str | None:
-        """What names a request's adapter; None when its files are no longer those that the engine may have loaded.
-
-        vLLM reads an adapter again where that was asked for (`load_inplace`), and otherwise only when it had to drop it meanwhile.
-        """
-        if lora is None:
-            return ""
-        name, path = str(lora.lora_name), str(lora.lora_path)
-        key, version = (int(lora.lora_int_id), name, path), adapter_version(path)
-        known = self._adapters.get(key)
-        if known is not None and known[0] == version and not (known[1] is None and _is_reread(lora)):
-            return known[1]
-        if known is None or _is_reread(lora):
-            if len(self._adapters) >= MAX_ADAPTERS:
-                self._adapters.clear()
-            known = (version, f"{len(name)}:{name}@{adapter_fingerprint(path)}")
-        else:
-            logger.warning("the files of adapter %s have changed since it was loaded: its requests are not cached; load it anew", name)
-            known = (version, None)
-        self._adapters[key] = known
-        return known[1]
 
 
 def _root_apart(root: bytes, cache_salt: str, epoch: str) -> bytes:
@@ -157,10 +135,6 @@ def _root_apart(root: bytes, cache_salt: str, epoch: str) -> bytes:
     for field in (ROOT_APART, root, cache_salt.encode("utf-8", "surrogatepass"), epoch.encode("ascii")):
         digest.update(_LENGTH.pack(len(field)) + field)
     return digest.digest()
-
-
-def _is_reread(lora: Any) -> bool:
-    return bool(getattr(lora, "load_inplace", False))
 
 
 def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -98,8 +98,9 @@ class StorePlanner:
             if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
                 continue
             runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
+            if not runs or not self._namer.check(state):
+                continue
             if self.on_planned is not None:
                 for run in runs:
                     self.on_planned(state, run)
-            if runs:
-                yield Store(state.request_id, tuple(runs))
+            yield Store(state.request_id, tuple(runs))

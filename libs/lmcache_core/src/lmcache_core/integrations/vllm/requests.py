@@ -20,6 +20,7 @@ class RequestState:
         request: vLLM's own object.
         names: Names of its chunks; None while they cannot be told.
         names_version: Under which version of the roots, and of how long a prompt.
+        adapter: What named its adapter then; "" where it has none.
         tables: Its blocks in each group, as the scheduler has told them.
         dropped: For each group, how many blocks from the first have been taken away again.
         stored: For each group, how many chunks from the first need no storing (any more).
@@ -30,12 +31,13 @@ class RequestState:
         load: `[begin, end)` tokens that are to be loaded in the next step.
         is_loading: An asynchronous load is on its way.
         gave_up: Nothing more is loaded for it: a load failed.
-        is_outdated: The weights have been replaced since it began: its KV is neither loaded nor stored.
+        is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is neither loaded nor stored.
     """
 
     request: Any
     names: ChunkNames | None = None
     names_version: object = None
+    adapter: str = ""
     tables: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)

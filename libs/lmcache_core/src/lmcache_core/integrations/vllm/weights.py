@@ -21,6 +21,8 @@ MAX_SPOTS = 8192
 MAX_HEADER_BYTES = 100 << 20
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 MAX_FILES = 4096
+FileVersions = tuple[tuple[str, int, int], ...]
+"""Name, size and time of the last change of each file."""
 _NOT_OF_THE_KV = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"})
 
 
@@ -55,11 +57,8 @@ def options_fingerprint(hf_config: Any) -> str:
     return hashlib.sha256(json.dumps(_without_names(options), sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def adapter_fingerprint(path: str) -> str:
-    """Text that differs for other LoRA weights: of the whole content of the adapter's files, or the path if that is no folder."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return f"path-{path}"
+def adapter_fingerprint(folder: Path) -> str:
+    """Text that differs for other LoRA weights: of the whole content of the adapter's files."""
     digest = hashlib.sha256()
     for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES})):
         digest.update(file.name.encode() + b"\0")
@@ -68,11 +67,8 @@ def adapter_fingerprint(path: str) -> str:
     return "files-" + digest.hexdigest()[:32]
 
 
-def adapter_version(path: str) -> tuple[tuple[str, int, int], ...]:
+def adapter_version(folder: Path) -> FileVersions:
     """Changes when an adapter's files may have changed; cheap enough for every request."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return ()
     stats = ((file.name, file.stat()) for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES})))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
