@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.pictures import picture
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -45,6 +47,7 @@ class Ask:
         salt: vLLM's `cache_salt`, or "".
         adapter: Directory of a LoRA adapter, or "".
         transfer: The request's `kv_transfer_params`, if any.
+        pictures: Seeds of the pictures that the placeholders among its tokens stand for.
     """
 
     tokens: tuple[int, ...]
@@ -52,6 +55,7 @@ class Ask:
     salt: str = ""
     adapter: str = ""
     transfer: dict[str, Any] | None = None
+    pictures: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Engine:
         """Answer all of them, scheduled together."""
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": list(ask.tokens)} | ({"cache_salt": ask.salt} if ask.salt else {}) for ask in asks]
+        prompts = [_prompt(ask) for ask in asks]
         sampling = [
             SamplingParams(
                 temperature=0.0,
@@ -206,6 +210,16 @@ class Engine:
             return None
         number = self._adapters.setdefault(directory, len(self._adapters) + 1)
         return LoRARequest(Path(directory).name, number, directory)
+
+
+def _prompt(ask: Ask) -> dict[str, Any]:
+    """vLLM's prompt."""
+    parts: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
+    if ask.salt:
+        parts["cache_salt"] = ask.salt
+    if ask.pictures:
+        parts["multi_modal_data"] = {"image": [picture(seed) for seed in ask.pictures]}
+    return parts
 
 
 def _answer(output: Any, took_s: float) -> Answer:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.vllm.pictures import PLACEHOLDER, WORDS, seeing_config, seeing_shapes, write_processor
+
 VOCABULARY = 4096
 FIRST_WORD = 16
 """Token ids below are kept for special tokens; prompts have none of them."""
@@ -31,8 +33,13 @@ SHARPNESS = 3.0
 LLAMA = "llama"
 SLIDING = "sliding"
 MLA = "mla"
+SEEING = "seeing"
 LORA = "lora"
 OTHER_LORA = "lora-other"
+
+_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", *WORDS)
+PLACEHOLDER_ID = _SPECIAL.index(PLACEHOLDER)
+"""The token in a prompt of `SEEING` that stands for a picture."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -108,7 +115,7 @@ def made_models(home: Path) -> Path:
     Args:
         home: Where such directories are kept.
     """
-    return made_once(home, "models", (Path(__file__),), _make_all)
+    return made_once(home, "models", (Path(__file__), Path(__file__).with_name("pictures.py")), _make_all)
 
 
 def made_once(home: Path, name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
@@ -145,26 +152,49 @@ def make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     directory.mkdir()
     config = _COMMON | config
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _drawn(shape, generator) for name, shape in _shapes(config).items()}
-    for name, tensor in tensors.items():
-        if name.endswith("q_proj.weight"):
-            tensor *= SHARPNESS
-    dtype: torch.dtype = getattr(torch, config["torch_dtype"])
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
-    _make_tokenizer(directory)
+    _save(directory, _tensors(_shapes(config), seed), config["torch_dtype"])
 
 
 def _make_all(directory: Path) -> None:
     for seed, name in enumerate(_CONFIGS):
         make_model(directory / name, _CONFIGS[name], seed)
+    _make_seeing(directory / SEEING, seed=50)
     _make_lora(directory / LORA, seed=100)
     _make_lora(directory / OTHER_LORA, seed=101)
 
 
+def _make_seeing(directory: Path, seed: int) -> None:
+    """The llama behind a tower for pictures."""
+    directory.mkdir()
+    text = _COMMON | _CONFIGS[LLAMA]
+    config = seeing_config(text, PLACEHOLDER_ID)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    _save(directory, _tensors(seeing_shapes(_shapes(text), text["hidden_size"]), seed), text["torch_dtype"])
+    write_processor(directory)
+
+
+def _tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """Random weights with sharp queries."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _drawn(shape, generator) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            tensor *= SHARPNESS
+        if name.endswith(".bias"):
+            tensor.zero_()
+    return tensors
+
+
+def _save(directory: Path, tensors: dict[str, torch.Tensor], dtype_name: str) -> None:
+    """Write a model's weights, and its tokenizer beside them."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    _make_tokenizer(directory)
+
+
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Ones for a norm, else normal numbers that keep the variance of what they are applied to."""
-    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -238,15 +268,14 @@ def _make_lora(directory: Path, seed: int) -> None:
 
 def _make_tokenizer(directory: Path) -> None:
     """One word for each token id: `w16 w17 …`."""
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
-    words = special + [f"<extra{i}>" for i in range(len(special), FIRST_WORD)] + [f"w{i}" for i in range(FIRST_WORD, VOCABULARY)]
+    words = list(_SPECIAL) + [f"<extra{i}>" for i in range(len(_SPECIAL), FIRST_WORD)] + [f"w{i}" for i in range(FIRST_WORD, VOCABULARY)]
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
             {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-            for i, word in enumerate(special)
+            for i, word in enumerate(_SPECIAL)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
