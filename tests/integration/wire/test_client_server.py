@@ -314,6 +314,25 @@ async def test_too_many_connections_are_turned_away() -> None:
         await first.ping()
 
 
+async def test_clients_that_are_not_let_in_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(token: str | None) -> Tenant:
+        raise AuthenticationError("no")
+
+    caplog.set_level("INFO")
+    async with serving(MemoryStore(), authenticate=refuse) as server:
+        for _ in range(5):
+            async with client_of(server.port) as client:
+                with pytest.raises(AuthenticationError):
+                    await client.ping()
+    async with serving(MemoryStore(), ServerLimits(max_connections=1)) as server, client_of(server.port) as first:
+        await first.ping()
+        for _ in range(5):
+            async with client_of(server.port) as client:
+                with pytest.raises(UnavailableError, match="busy"):
+                    await client.ping()
+    assert [caplog.text.count(words) for words in ("refused: no", "turned away")] == [1, 1]
+
+
 async def test_a_closed_client_stays_closed() -> None:
     async with serving(MemoryStore()) as server, client_of(server.port) as client:
         await client.ping()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.sidecar import messages as m
 from lmcache_sidecar import metrics
-from lmcache_sidecar.socket import requests
+from lmcache_sidecar.socket import requests, server
 
 from tests.fixtures.sidecar import RunningSocket, running_socket
 
@@ -132,3 +132,26 @@ def test_what_is_given_back_or_refused_is_not_counted(tmp_path: Path) -> None:
             assert answer_of(raw) == m.AbortOk()
             raw.sendall(m.encode(m.Commit(tuple((handle, b"") for handle in handles[512:]))))
             assert answer_of(raw) == m.CommitOk((False,) * 512)
+
+
+def test_one_client_more_than_there_may_be_is_turned_away_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "MAX_CLIENTS", 2)
+    with running_socket(tmp_path) as running, greeted(running), greeted(running):
+        for _ in range(5):
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.settimeout(5.0)
+                raw.connect(str(running.path))
+                assert raw.recv(1) == b""
+        assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, server.TOO_MANY) == 5
+        assert caplog.text.count("turned away: 2 are connected") == 1, "not a line for each"
+
+
+def test_clients_that_talk_nonsense_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_socket(tmp_path) as running:
+        for _ in range(5):
+            with greeted(running) as raw:
+                raw.sendall(m.encode(HELLO))
+                assert isinstance(answer_of(raw), m.Refused)
+        assert caplog.text.count("is refused: HELLO comes first") == 1

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import MAX_BLOB_BYTES
 from lmcache_core.wire.messages import MAX_BATCH_KEYS
@@ -110,6 +111,7 @@ class Service:
         verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may still GET.
         limits: Bounds.
         name: For clients' logs.
+        log: For lines that clients can cause as often as they like.
     """
 
     store: ServedStore
@@ -117,3 +119,4 @@ class Service:
     verify_ticket: VerifyTicket | None
     limits: ServerLimits
     name: str
+    log: SparseLog

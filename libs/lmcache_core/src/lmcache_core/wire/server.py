@@ -7,6 +7,7 @@ import logging
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
+from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits, Service, VerifyTicket
 from lmcache_core.wire.session import Session, end, say_goodbye
@@ -38,7 +39,7 @@ class LmServer:
         verify_ticket: VerifyTicket | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
-        self._service = Service(store, authenticate, verify_ticket, limits or ServerLimits(), "lmcache")
+        self._service = Service(store, authenticate, verify_ticket, limits or ServerLimits(), "lmcache", SparseLog(logger))
         self._host = host
         self._wanted_port = port
         self._listener: asyncio.Server | None = None
@@ -105,7 +106,8 @@ class LmServer:
             self._streams.discard(stream)
 
     async def _turn_away(self, stream: FrameStream) -> None:
-        logger.warning("lm connection from %s turned away: %d connections are open", stream.peer(), len(self._sessions))
+        message = "lm connection from %s turned away: %d connections are open"
+        self._service.log.log(logging.WARNING, message, stream.peer(), len(self._sessions))
         await say_goodbye(stream, ErrorMessage(ErrorCode.BUSY.value, "too many connections"))
         await end(stream)
         self._streams.discard(stream)

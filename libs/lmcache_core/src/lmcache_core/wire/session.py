@@ -56,7 +56,7 @@ class Session:
             await self._serve()
             await self._requests.close(self._limits.transfer_timeout_s)
         except (ProtocolError, AuthenticationError) as exc:
-            logger.info("lm connection from %s refused: %s", self._stream.peer(), exc)
+            self._service.log.log(logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc)
             await say_goodbye(self._stream, _error_message(exc))
         except (UnavailableError, TimeoutError) as exc:
             logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)

@@ -11,7 +11,9 @@ from pathlib import Path
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
+from lmcache_core.telemetry.sparse_log import SparseLog
 
+from lmcache_sidecar import metrics
 from lmcache_sidecar.socket.commons import Commons
 from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.requests import Requests
@@ -24,6 +26,7 @@ SOCKET_MODE = 0o660
 MAX_SOCKET_PATH_BYTES = 107
 HELLO_TIMEOUT_S = 5.0
 DISCARD_BYTES = 64 << 10
+TOO_MANY = "too_many"
 
 
 class SocketServer:
@@ -39,6 +42,7 @@ class SocketServer:
         self._context = context
         self._commons = Commons(context.tenant, context.arena.size)
         self._requests = Requests(context.counters)
+        self._log = SparseLog(logger)
         self._server: asyncio.Server | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._is_draining = False
@@ -114,6 +118,8 @@ class SocketServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if len(self._sessions) >= MAX_CLIENTS or task is None:
+            self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._sessions))
+            self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, TOO_MANY)
             writer.close()
             return
         session = Session(self._context, self._commons)
@@ -137,7 +143,7 @@ class SocketServer:
         try:
             await self._converse(session, reader, writer)
         except ProtocolError as exc:
-            logger.warning("a client of the socket is refused: %s", exc)
+            self._log.log(logging.WARNING, "a client of the socket is refused: %s", exc)
             writer.write(m.encode(m.Refused("protocol", str(exc)[:512])))
             writer.write_eof()
             await _until_gone(reader)
