@@ -14,7 +14,7 @@ from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.link import SidecarLink
 
-from tests.fixtures.scripted_sidecar import scripted_sidecar
+from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
 HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
 PATIENCE_S = 10.0
@@ -75,3 +75,35 @@ def test_a_process_without_descriptors_to_spare_tries_again(tmp_path: Path, monk
             assert num_refused == 2
         finally:
             link.close()
+
+
+def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its socket is found, and it looks healthy; but the lock of its generation has been removed, or its layout is another one."""
+    generation = GENERATION + 1
+    refused: m.Message | None = None
+    is_ready = threading.Event()
+
+    def script(request: m.Message) -> m.Message:
+        is_ready.wait(PATIENCE_S)
+        return refused or sidecar.welcome(generation=generation)
+
+    def num_complaints() -> int:
+        return caplog.text.count("answers, and cannot be used")
+
+    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+    link.open()
+    try:
+        assert num_complaints() == 0, "nobody is there"
+        with scripted_sidecar(tmp_path, script) as sidecar:
+            is_ready.set()
+            eventually(lambda: num_complaints() == 1, "nothing tells why it is not used")
+            assert "engines must see the sidecar's arena_path" in caplog.text
+            tried = sidecar.num_connections
+            eventually(lambda: sidecar.num_connections > tried, "it has given up")
+            refused = m.Refused("layout", "another one")
+            eventually(lambda: num_complaints() == 2, "nothing tells why it is not used")
+            refused, generation = None, GENERATION
+            eventually(lambda: link.connection, "it has given up")
+            assert num_complaints() == 2
+    finally:
+        link.close()

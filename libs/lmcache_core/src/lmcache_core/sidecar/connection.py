@@ -68,6 +68,11 @@ class SidecarConnection:
             return bool(ended.poll(0))
 
     @property
+    def is_greeted(self) -> bool:
+        """Whether the sidecar has answered HELLO."""
+        return self._welcome is not None
+
+    @property
     def welcome(self) -> HelloOk:
         """The sidecar's answer to HELLO. Only after `open`."""
         assert self._welcome is not None

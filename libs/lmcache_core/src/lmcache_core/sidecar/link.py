@@ -45,6 +45,7 @@ class SidecarLink:
         self._current: SidecarConnection | None = None
         self._connected_at = 0.0
         self._wait_s = FIRST_WAIT_S
+        self._complaint = ""
         self._begin_afresh()
 
     @property
@@ -106,7 +107,11 @@ class SidecarLink:
 
     def _connect(self) -> None:
         connection = SidecarConnection(self._path, self._hello, self._timeout_s)
-        connection.open()
+        try:
+            connection.open()
+        except (UnavailableError, ProtocolError) as exc:
+            self._complain(exc, connection.is_greeted or isinstance(exc, ProtocolError))
+            raise
         try:
             self._on_connected(connection)
         except BaseException:
@@ -118,6 +123,7 @@ class SidecarLink:
         if self._current is not connection:
             connection.close()
             return
+        self._complaint = ""
         welcome = connection.welcome
         logger.info("connected to sidecar %s, arena of %d bytes", welcome.server, welcome.arena_bytes)
 
@@ -150,6 +156,12 @@ class SidecarLink:
                     self._thread = None
                     return
                 wait_s = self._wait_s  # lost again already, and this thread was taken to be still at work
+
+    def _complain(self, cause: LMCacheError, is_there: bool) -> None:
+        """A sidecar that answers and cannot be used has something wrong that does not pass by itself: say so, once for each cause."""
+        if is_there and str(cause) != self._complaint and not self._closing.is_set():
+            self._complaint = str(cause)
+            logger.error("the sidecar at %s answers, and cannot be used: %s", self._path, cause)
 
     def _say_lost(self, cause: LMCacheError | OSError) -> None:
         if not self._closing.is_set():
