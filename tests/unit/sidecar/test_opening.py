@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -71,6 +72,23 @@ async def test_without_a_wait_it_says_what_is_missing(tmp_path: Path, monkeypatc
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(opening.lifespan(app))
     assert not (tmp_path / "s.sock").exists()
+
+
+async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    volume = Volume()
+    volume.attempts = -100
+    monkeypatch.setattr(opening, "open_arena", volume.open)
+    monkeypatch.setattr(opening, "ARENA_RETRY_S", 0.1)
+    app = create_app(make_settings(tmp_path, arena_wait_s=0.35))
+    began = time.monotonic()
+    with pytest.raises(CapacityError, match="no room"):
+        async with AsyncExitStack() as exits:
+            await exits.enter_async_context(opening.lifespan(app))
+    assert 0.35 <= time.monotonic() - began < 2.0
+    assert volume.attempts == -100 + 5, "at once, three times, and at the end"
+    assert caplog.text.count("no room") == 1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ wait_before_retry = asyncio.sleep
 
 CLIENT_TIMEOUT_S = 1.0
 PIN_CHECK_S = 1.0
-ARENA_RETRY_S = 5.0
+ARENA_RETRY_S = 1.0
 
 
 @asynccontextmanager
@@ -158,14 +158,18 @@ class _Opening:
         size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)
         file = ArenaFile(settings.arena_path, size, mode, settings.arena_huge_pages == "advise")
         deadline = time.monotonic() + settings.arena_wait_s
+        said = ""
         while True:
             try:
                 return ArenaKeeper(await asyncio.to_thread(open_arena, file, settings.arena_recover))
             except CapacityError as exc:
-                if time.monotonic() >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise
-                logger.warning("%s; trying again until engines let go of the memory of an earlier start", exc)
-                await wait_before_retry(ARENA_RETRY_S)
+                if str(exc) != said:
+                    said = str(exc)
+                    logger.warning("%s; trying for %.1f s until engines let go of the memory of an earlier start", exc, left_s)
+                await wait_before_retry(min(ARENA_RETRY_S, left_s))
 
     async def _open_clients(self) -> None:
         settings = self._settings
@@ -243,7 +247,7 @@ class _Opening:
         async def neighbours() -> str:
             if not parts.is_registered:
                 raise ConfigError("not registered at lookup or broker; peers cannot find this sidecar")
-            return "registered"
+            return "registered" if parts.has_neighbours else "none configured"
 
         self._state.health.add("arena", arena_is_whole)
         self._state.health.add("lookup-and-broker", neighbours, required=False)

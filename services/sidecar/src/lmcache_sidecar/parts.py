@@ -86,6 +86,11 @@ class SidecarParts:
         return known and (self.registration is None or self.registration.registered)
 
     @property
+    def has_neighbours(self) -> bool:
+        """Whether there is a lookup and a broker to register at."""
+        return self.reporter is not None or self.registration is not None
+
+    @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
         return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)

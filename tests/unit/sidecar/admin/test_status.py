@@ -26,6 +26,7 @@ async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
         assert (body["arena_bytes"], body["verify_hot"]) == (ARENA_BYTES, "sampled")
         assert (body["pending_bytes"], body["reserved_bytes"], body["held_bytes"], body["pinned_bytes"]) == (0, 0, 0, 0)
         assert (body["draining"], body["accepts_handover"]) == (False, True)
+        assert body["registered"] is None, "there is nobody to register at"
         assert body["drain"] == {"state": "serving", "total": 0, "handed_over": 0, "already_elsewhere": 0, "failed": 0, "left": 0}
 
 

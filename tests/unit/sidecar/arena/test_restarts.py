@@ -18,13 +18,15 @@ WAYS_TO_END = ["kill", "stop"]
 
 
 @pytest.mark.parametrize("end", WAYS_TO_END)
-def test_chunks_are_served_again_once_they_are_checked(tmp_path: Path, end: str) -> None:
+def test_chunks_are_served_again_once_they_are_checked(tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture) -> None:
     leave(tmp_path, "abc", end)
     start = ArenaStart(tmp_path)
     assert start.served() == {}
     assert start.keeper.status.recovery.found_chunks == 3
     assert start.keeper.allocator.used_bytes == 3 * 1024
+    caplog.set_level("INFO")
     start.recover()
+    assert "of 3 chunks 3 are served again, 0 were damaged, 0 are not kept" in caplog.text
     assert start.served() == names_of(start, "abc")
     assert start.announced == [make_key(name) for name in "abc"]
     assert start.counters.snapshot() == {(metrics.RECOVERED_CHUNKS_TOTAL, ""): 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -96,13 +97,21 @@ async def test_a_tier_that_hangs_does_not_keep_it_from_its_end(tmp_path: Path, m
         assert not parts.is_settled
 
 
-async def test_without_anywhere_to_go_it_is_over_at_once(tmp_path: Path) -> None:
+async def test_without_anywhere_to_go_it_is_over_at_once_and_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with serving(tmp_path, drain_timeout_s=60) as (_, parts):
         await store(parts, *KEYS)
         begin = time.monotonic()
         await parts.drain.run()
         assert time.monotonic() - begin < 2
         assert parts.drain.progress.left == len(KEYS)
+    assert {record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()} == {"INFO"}
+
+
+async def test_what_nobody_took_although_there_is_somebody_is_warned_of(shared: SidecarParts, caplog: pytest.LogCaptureFixture) -> None:
+    await store(shared, *KEYS)
+    await shared.drain.run()
+    assert [record.levelname for record in caplog.records if "drained: 5 chunks" in record.getMessage()] == ["WARNING"]
 
 
 async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Status(BaseModel):
     draining: bool
     drain: DrainView
     num_clients: int
-    registered: bool
+    registered: bool | None = Field(description="Whether lookup and broker know this sidecar now; null: none are configured")
     settled: bool = Field(description="Whether everything stored has reached the slower tiers and lookup")
     pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")

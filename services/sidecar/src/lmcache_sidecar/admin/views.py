@@ -26,7 +26,7 @@ def status_of(parts: SidecarParts) -> schemas.Status:
         draining=parts.is_draining,
         drain=schemas.DrainView.model_validate(parts.drain.progress),
         num_clients=len(clients),
-        registered=parts.is_registered,
+        registered=parts.is_registered if parts.has_neighbours else None,
         settled=parts.is_settled,
         pending_bytes=parts.stack.num_pending_bytes,
         reserved_bytes=sum(int(client["reserved_bytes"]) for client in clients),

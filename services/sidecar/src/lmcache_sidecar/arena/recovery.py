@@ -89,7 +89,14 @@ class ArenaRecovery:
             entry, memory, check = self._ahead.popleft()
             self._settle(entry, memory, check.result())
         self._workers.close()
-        logger.info("the arena of the earlier start is checked: %s", self.progress)
+        progress = self.progress
+        logger.info(
+            "the arena of the earlier start is checked: of %d chunks %d are served again, %d were damaged, %d are not kept",
+            progress.found_chunks,
+            progress.recovered_chunks,
+            progress.damaged_chunks,
+            progress.dropped_chunks,
+        )
 
     def close(self) -> None:
         """Give back what has not been dealt with. Idempotent."""

@@ -90,13 +90,17 @@ class Drain:
         finally:
             await self._handover.close()
         self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, progress.left, "left")
+        num_pending_bytes = self._stack.num_pending_bytes
+        is_loss = num_pending_bytes or (
+            self._handover.has_takers and (progress.left or progress.failed)
+        )  # with nobody to take them, chunks stay
         logger.log(
-            logging.WARNING if progress.left or progress.failed else logging.INFO,
+            logging.WARNING if is_loss else logging.INFO,
             "drained: %d chunks, %d of them handed over, %d elsewhere already, %d that nobody took, %d left; %d bytes not written",
             progress.total,
             progress.handed_over,
             progress.already_elsewhere,
             progress.failed,
             progress.left,
-            self._stack.num_pending_bytes,
+            num_pending_bytes,
         )
