@@ -9,7 +9,7 @@ import resource
 import pytest
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
-from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, WriteBackoff
+from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -99,6 +99,34 @@ async def test_a_write_that_fails_leaves_nothing_and_heals(disk, files, clock, t
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert await get(disk, "a") == [make_payload("a")]
     assert disk.stats()["is_failing"] == 0
+
+
+async def test_a_full_disk_is_told_once_and_once_that_it_has_healed(disk, files, clock, caplog):
+    caplog.set_level("INFO")
+    for i in range(20):  # something is freed now and then: a write gets through, the next ones do not
+        files.failing = {} if i % 3 == 2 else {"write": errno.ENOSPC}
+        await disk.batched_put([make_chunk(f"{i}-{j}") for j in range(4)])
+        clock.now += MAX_PAUSE_S if i == 10 else 1.0
+    assert [record.getMessage().partition(str(disk._layout.root))[2] for record in caplog.records] == [
+        " does not take writes: No space left on device; it is tried again later",
+        " takes writes again",
+        " does not take writes: No space left on device; it is tried again later",
+    ]
+    files.failing.clear()
+    for seconds in (MIN_PAUSE_S, 1.0, SETTLED_S, 1.0):
+        clock.now += seconds
+        assert await disk.batched_put([make_chunk(clock.now)]) == [True]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+
+
+async def test_what_finds_no_room_says_nothing_about_the_disk(disk, files, clock):
+    files.failing = {"create": errno.EROFS}
+    assert await disk.batched_put([make_chunk("a")]) == [False]
+    clock.now += MIN_PAUSE_S
+    disk._index.reserve(NUM_SLOTS * BLOCK_BYTES, "default")
+    assert await disk.batched_put([make_chunk("b")]) == [False]
+    disk._index.unreserve(NUM_SLOTS * BLOCK_BYTES, "default")
+    assert disk.stats()["is_failing"] == 1, "nothing was written"
 
 
 async def test_a_read_only_disk_keeps_serving_and_keeps_its_books(disk, files, clock):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
+SETTLED_S = 10.0
+"""A disk counts as healed, for who is told of it, once no write has failed for so long: a full one takes a write now and then."""
 
 
 class WriteBackoff:
@@ -23,6 +25,8 @@ class WriteBackoff:
         self._pause_s = 0.0
         self._until = 0.0
         self._is_probing = False
+        self._has_told = False
+        self._failed_at = 0.0
 
     @property
     def is_failing(self) -> bool:
@@ -40,16 +44,29 @@ class WriteBackoff:
             self._is_probing = True
             return True
 
-    def failed(self) -> None:
-        """A write failed. Stragglers that began before the pause do not lengthen it."""
-        with self._lock:
-            if self._clock() < self._until and not self._is_probing:
-                return
-            self._is_probing = False
-            self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
-            self._until = self._clock() + self._pause_s
+    def failed(self) -> bool:
+        """A write failed. Stragglers that began before the pause do not lengthen it.
 
-    def succeeded(self) -> None:
-        """A write succeeded."""
+        Returns:
+            Whether that is worth telling: not again before `succeeded` was.
+        """
+        with self._lock:
+            now = self._clock()
+            is_news, self._has_told, self._failed_at = not self._has_told, True, now
+            if now >= self._until or self._is_probing:
+                self._is_probing = False
+                self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+                self._until = now + self._pause_s
+            return is_news
+
+    def succeeded(self) -> bool:
+        """A write succeeded.
+
+        Returns:
+            Whether that is worth telling: that writes fail was told, and none has for `SETTLED_S`.
+        """
         with self._lock:
             self._pause_s = 0.0
+            is_news = self._has_told and self._clock() - self._failed_at >= SETTLED_S
+            self._has_told = self._has_told and not is_news
+            return is_news

@@ -108,14 +108,13 @@ class DiskStore:
             is_kept = self._write_reserved(chunk, entry, path)
         except OSError as exc:
             self._counters.add("failed_writes")
-            if not self._backoff.is_failing:
+            if self._backoff.failed():
                 logger.warning("disk tier %s does not take writes: %s; it is tried again later", self._layout.root, exc.strerror)
-            self._backoff.failed()
             return False
-        if self._backoff.is_failing:
+        if not is_kept:  # the disk was not asked
+            self._counters.add("rejected_writes")
+        elif self._backoff.succeeded():
             logger.info("disk tier %s takes writes again", self._layout.root)
-        self._backoff.succeeded()
-        self._counters.add("rejected_writes", int(not is_kept))
         return is_kept
 
     def read(self, key: ChunkKey, entry: DiskEntry, memory: MemoryObj) -> Chunk | Miss:

@@ -159,11 +159,11 @@ class SharedDirectory:
                 self._files.unlink(temporary)
             if exc.errno not in _TAKES_NO_MORE:
                 raise
-            if not self._backoff.is_failing:
+            if self._backoff.failed():
                 logger.warning("shared directory %s takes no writes: %s; it is tried again later", self._layout.root, exc.strerror)
-            self._backoff.failed()
             return False
-        self._backoff.succeeded()
+        if self._backoff.succeeded():
+            logger.info("shared directory %s takes writes again", self._layout.root)
         return True
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
