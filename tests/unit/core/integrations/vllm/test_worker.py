@@ -216,11 +216,14 @@ def test_where_blocks_do_not_tell_the_request_is_named(rank: Callable[..., Rank]
     assert here.side.take_report().failed == {"r"}  # type: ignore[union-attr]
 
 
-def test_nothing_is_stored_of_a_step_whose_load_failed(rank: Callable[..., Rank]) -> None:
+def test_nothing_is_stored_of_a_request_whose_load_failed(rank: Callable[..., Rank]) -> None:
+    """Those that the step computes beside it have blocks of their own."""
     here = rank()
     here.fill(BLOCKS)
-    plan = StepPlan(loading(OTHER_BLOCKS, 0, 24).loads, storing().stores)
-    assert here.run(plan)[3].stored == {}
+    loads = loading(OTHER_BLOCKS, 0, 24).loads
+    assert here.run(StepPlan(loads, storing().stores))[3].stored == {}
+    (of_another,) = (replace(store, request_id="other") for store in storing().stores)
+    assert len(here.run(StepPlan(loads, (*storing((7, 8)).stores, of_another)))[3].stored) == 3
     assert len(here.run(storing())[3].stored) == 3
 
 

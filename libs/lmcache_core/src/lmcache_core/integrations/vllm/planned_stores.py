@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store
@@ -42,6 +42,7 @@ class StorePlanner:
         self._states = states
         self._namer = namer
         self._num_workers = num_workers
+        self._resting: list[RequestState] = []
         self.on_planned: OnStored | None = None
 
     def plan(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
@@ -52,9 +53,20 @@ class StorePlanner:
             loads: The step's loads.
         """
         scheduled = list(self._scheduled(output))
-        # A load that fails before the forward pass spoils what all workers compute in it, and only one of them may know.
-        is_at_risk = self._num_workers > 1 and any(not load.is_async for load in loads)
-        return () if is_at_risk or self._may_others_load(output) else tuple(self._stores(scheduled))
+        loading = {load.request_id: load.begin for load in loads if not load.is_async}
+        # What rests on blocks that are loaded in this step is stored when it is known that they were; who loads is told at once where
+        # there is but one worker, which stores nothing of a load that has failed.
+        begun = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids) if loading else set()
+        self._resting = self._resting_on(loading, [state for state, _ in scheduled if state.request_id in begun])
+        late = {state.request_id for state in self._resting} | (set(loading) if self._num_workers > 1 else set())
+        if self._may_others_load(output):
+            return ()
+        return tuple(self._stores((state, num_tokens) for state, num_tokens in scheduled if state.request_id not in late))
+
+    def load_failed(self) -> None:
+        """A synchronous load of the last step has: vLLM computes its blocks again, in one step with what rests on them, or maybe not."""
+        for state in self._resting:
+            state.is_outdated = True
 
     def lose_track(self) -> None:
         """Planning has failed half-way: what is known of block tables may be wrong, and nothing more is stored from them."""
@@ -81,6 +93,29 @@ class StorePlanner:
             state.drop_blocks(self._groups, num_computed)
             yield state, num_computed + output.num_scheduled_tokens[request_id]
 
+    def _resting_on(self, loading: Mapping[str, int], begun: Sequence[RequestState]) -> list[RequestState]:
+        """Requests that have blocks which are loaded for others in this step, or computed from such blocks.
+
+        Args:
+            loading: Who loads, and from which token.
+            begun: Those that begin in this step, or are resumed: the others have blocks of their own, or had them before.
+        """
+        doubtful: set[int] = set()
+        num_known = -1
+        while num_known < len(doubtful):  # who shares a block that is computed from doubtful ones computes more of them
+            num_known = len(doubtful)
+            for state in begun:
+                for table, own in self._tables(state, loading):
+                    doubtful.update(table[min(own, _first_in(doubtful, table)) :])
+            doubtful.discard(NULL_BLOCK)
+        return [state for state in begun if any(_first_in(doubtful, table) < own for table, own in self._tables(state, loading))]
+
+    def _tables(self, state: RequestState, loading: Mapping[str, int]) -> Iterator[tuple[list[int], int]]:
+        """A request's block tables, and the place from which on each is loaded for it: behind its end where nothing is."""
+        begin = loading.get(state.request_id)
+        for table, group in zip(state.tables, self._groups, strict=False):
+            yield table, len(table) if begin is None else begin // group.block_size
+
     def _may_others_load(self, output: Any) -> bool:
         """Whether another connector (beside this one in a `MultiConnector`) may load in this step: nobody tells our worker if it fails."""
         if not getattr(output, "has_sync_kv_loads", True):  # since 0.29
@@ -104,3 +139,8 @@ class StorePlanner:
                 for run in runs:
                     self.on_planned(state, run)
             yield Store(state.request_id, tuple(runs))
+
+
+def _first_in(blocks: set[int], table: Sequence[int]) -> int:
+    """The place of a table's first block that is one of these; the table's length where none is."""
+    return len(table) if blocks.isdisjoint(table) else next(place for place, block in enumerate(table) if block in blocks)

@@ -151,6 +151,8 @@ class SchedulerSide:
                 state.forget_offer()
         if report is not None:
             self._is_out |= report.is_out
+            if report.failed & report.loaded:
+                self.stores.load_failed()
             for request_id in report.failed:
                 self._give_up(request_id)
         self._offers.give_back(over)

@@ -72,7 +72,7 @@ class WorkerSide:
         self._loads = LoadThread(self._load, self._refused)
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
-        self._is_step_spoiled = False
+        self._failed_in_step: set[str] = set()
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
@@ -111,7 +111,7 @@ class WorkerSide:
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Do the loads that this step waits for, begin the others."""
-        self._is_step_spoiled = False
+        self._failed_in_step = set()
         for load in plan.loads:
             if load.is_async and self._lanes:
                 self._loads.submit(load)
@@ -120,17 +120,20 @@ class WorkerSide:
             else:
                 result = self._load(load)
                 self._sync_results.append(result)
-                self._is_step_spoiled |= not result.is_good
+                if not result.is_good:
+                    self._failed_in_step.add(load.request_id)
 
     def store(self, plan: StepPlan) -> None:
         """Copy out what the step has completed; vLLM may use its blocks for something else when this returns.
 
         With speculative decoding this is called behind `take_bad_blocks`: the draft model writes KV as well.
         """
-        if self._is_step_spoiled or not self._stores or not self._lanes:
-            return  # what was computed behind KV that is not there is nobody's KV
+        if not self._stores or not self._lanes:
+            return
+        # What was computed behind KV that is not there is nobody's KV.
+        stores = [store for store in plan.stores if store.request_id not in self._failed_in_step]
         with self._guard("store"), torch.inference_mode():
-            for store in plan.stores:
+            for store in stores:
                 for run in store.runs:
                     self._store_run(run)
 
