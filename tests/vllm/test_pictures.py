@@ -9,7 +9,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import PLACEHOLDER_ID, SEEING
 from tests.vllm.pictures import PICTURE_TOKENS
 from tests.vllm.references import distance, prompt
-from tests.vllm.sidecars import Growth
+from tests.vllm.sidecars import Growth, await_calm
 from tests.vllm.worlds import EITHER_LOAD, World
 
 HASHER = {"mm_hasher_algorithm": "sha256"}
@@ -82,7 +82,7 @@ def test_several_pictures_and_pictures_at_the_edges_of_chunks(world: World) -> N
 def test_pictures_that_no_name_tells_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: were pictures left out of the names of chunks, the answer to one would be computed with the KV of another."""
     sidecar = world.sidecar()
-    monkeypatch.setattr(naming, "spans_of", lambda request: [])
+    monkeypatch.setattr(naming, "spans_of", lambda request, contents: [])
     with running_engine(world.options(SEEING, **HASHER)) as engine:
         stored = Growth(sidecar)
         engine.ask(seen(1))
@@ -109,3 +109,18 @@ def test_pictures_that_vllm_only_counts(world: World) -> None:
     assert [answer.num_cached for answer in answers] == [0, 0]
     assert found == [2 * CHUNK_SIZE] * 2, "words alone are found"
     world.references.check(answers, [seen(1), seen(2)], SEEING, **HASHER)
+
+
+def test_pictures_that_are_prepared_otherwise(world: World) -> None:
+    """An engine that makes other numbers of the same pictures shares the words before them, and nothing else."""
+    sidecar = world.sidecar()
+    ask, darker = seen(1), {"mm_processor_kwargs": {"rescale_factor": 1 / 1000}}
+    answers = []
+    for options in ({}, darker):
+        with running_engine(world.options(SEEING, **options, **HASHER)) as engine:
+            answers.append(engine.ask(ask))
+            await_calm(sidecar)
+    assert [answer.num_cached for answer in answers] == [0, chunks(BEFORE)]
+    assert distance(*answers) > 0.01, "the option changes nothing: the test tests nothing"
+    world.references.check(answers[:1], [ask], SEEING, **HASHER)
+    world.references.check(answers[1:], [ask], SEEING, **darker, **HASHER)

@@ -45,3 +45,13 @@ def test_text_has_no_contents(features: object) -> None:
 
 def test_a_content_without_a_hash_has_no_name() -> None:
     assert spans_of(SimpleNamespace(mm_features=[Feature("cat", 0, 4), Feature("", 10, 4)])) is None
+
+
+def test_a_content_is_told_by_what_it_becomes_too() -> None:
+    request = SimpleNamespace(mm_features=[Feature("cat", 10, 20)])
+    assert spans_of(request, "dark ") == [MultimodalSpan(b"dark cat", 10, 20)]
+
+
+def test_contents_that_are_only_counted_have_no_names() -> None:
+    assert spans_of(SimpleNamespace(mm_features=[Feature("renderer0-mm-1-image-0", 0, 4)]), None) is None
+    assert spans_of(SimpleNamespace(mm_features=[]), None) == [], "a request of text has"

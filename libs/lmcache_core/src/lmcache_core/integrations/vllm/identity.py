@@ -15,6 +15,7 @@ import torch
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.adapters import Adapters
+from lmcache_core.integrations.vllm.contents import contents_fingerprint
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
 from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
@@ -34,11 +35,13 @@ class KVIdentity:
         metadata: For the root of the chain of chunk hashes; its shape is that of the first group on one worker.
         num_ranks: Workers whose KV of a token differs.
         replicas: Neighbouring workers that hold the same bytes; the first of them stores.
+        contents: What else decides about the KV of multimodal contents, see `contents_fingerprint`.
     """
 
     metadata: LMCacheEngineMetadata
     num_ranks: int
     replicas: int
+    contents: str | None = ""
 
     def rank_of(self, worker_rank: int) -> int:
         """Which KV a worker has."""
@@ -80,7 +83,7 @@ def identity_of(
         revision=_revision_text(vllm_config, options),
         layout=_layout_text(vllm_config, groups, options, release),
     )
-    return KVIdentity(metadata, num_ranks, replicas)
+    return KVIdentity(metadata, num_ranks, replicas, contents_fingerprint(vllm_config))
 
 
 class Roots:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_core.token_database import MultimodalSpan
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
-
-_COUNTED = re.compile(r"-[a-z_]+-[0-9]{1,4}$")
-"""The end of what vLLM calls a content of a request that it only counts: kind and number of the content."""
 
 
 class ChunkNames:
@@ -53,16 +49,17 @@ class ChunkNames:
         return self.hashes[-1] if self.hashes else self._root
 
 
-def spans_of(request: Any) -> list[MultimodalSpan] | None:
+def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:
     """The multimodal contents of a vLLM request; None when one of them has no name, so that the request cannot be cached.
 
-    Where vLLM itself caches neither prompts nor contents, it only counts them: `renderer0-mm-7-image-0`. Every process counts anew, and
-    another picture has that name elsewhere.
+    Args:
+        request: vLLM's request.
+        contents: What else decides about their KV; None: their names tell nothing.
     """
     spans = []
     for feature in getattr(request, "mm_features", None) or ():
         identifier, position = feature.identifier, feature.mm_position
-        if not identifier or _COUNTED.search(identifier):
+        if contents is None or not identifier:
             return None
-        spans.append(MultimodalSpan(identifier.encode(), position.offset, position.length))
+        spans.append(MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length))
     return spans

@@ -15,11 +15,13 @@ class Namer:
     Args:
         roots: What the chains begin with.
         chunk_size: Tokens in a chunk.
+        contents: What else decides about the KV of multimodal contents; None: they have no names.
     """
 
-    def __init__(self, roots: Roots, chunk_size: int) -> None:
+    def __init__(self, roots: Roots, chunk_size: int, contents: str | None = "") -> None:
         self._roots = roots
         self._chunk_size = chunk_size
+        self._contents = contents
 
     def name(self, state: RequestState) -> ChunkNames | None:
         """The names of a request's chunks, as far as its tokens are known; None when they cannot be told (yet).
@@ -34,7 +36,7 @@ class Namer:
             return None
         version = self._roots.version, request.num_prompt_tokens
         if state.names is None or state.names_version != version:
-            root, spans = self._roots.root_of(request), spans_of(request)
+            root, spans = self._roots.root_of(request), spans_of(request, self._contents)
             if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
                 return None
             state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version

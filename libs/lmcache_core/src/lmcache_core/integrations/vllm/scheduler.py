@@ -54,7 +54,7 @@ class SchedulerSide:
         self._has_windows = any(group.window is not None for group in groups)
         self._offers = Offers(store, identity, groups, self._chunk_size)
         self._roots = roots
-        self._namer = Namer(roots, self._chunk_size)
+        self._namer = Namer(roots, self._chunk_size, identity.contents)
         self._states: dict[str, RequestState] = {}
         self.stores = StorePlanner(options, groups, self._states, self._namer, identity.num_ranks * identity.replicas)
         self._loads: dict[str, RequestState] = {}
