@@ -8,7 +8,7 @@ import pytest
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 
-from tests.fixtures.vllm_engine import Shape
+from tests.fixtures.vllm_engine import FULL, Shape, window
 from tests.fixtures.vllm_engine.parts import ScriptedStore, hot, output_of, request_of, scheduler_side
 
 TABLE = (list(range(1, 12)),)
@@ -158,6 +158,12 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     assert stores_of(side, output_of(again=[("r", ([3, 4],), 7, 9)])) == ()
     (stored,) = stores_of(side, output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]))
     assert stored.runs[0].block_ids == (5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(("shape", "is_warned"), [(Shape((window(4),)), True), (Shape((FULL, window(8))), False), (Shape(), False)])
+def test_a_window_that_is_shorter_than_a_chunk_is_warned_of(shape: Shape, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler_side(ScriptedStore([None]), shape)
+    assert ("chunk_size=8 is longer than a sliding window of 4 tokens" in caplog.text) == is_warned
 
 
 def test_who_listens_hears_what_is_going_to_be_stored() -> None:

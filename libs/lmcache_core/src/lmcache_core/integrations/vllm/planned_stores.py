@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store
 from lmcache_core.integrations.vllm.requests import RequestState
+
+logger = logging.getLogger(__name__)
 
 OnStored = Callable[[RequestState, ChunkRun], None]
 
@@ -43,6 +46,13 @@ class StorePlanner:
         self._namer = namer
         self._num_workers = num_workers
         self._resting: list[RequestState] = []
+        for group in groups:
+            if group.num_dropped_tokens(self._chunk_size - 1) >= group.block_size:
+                logger.warning(
+                    "chunk_size=%d is longer than a sliding window of %d tokens: chunks of its layers that are not computed in one step are "
+                    "not stored; set chunk_size to at most %d",
+                    *(self._chunk_size, group.window, group.window),
+                )
         self.on_planned: OnStored | None = None
 
     def plan(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
