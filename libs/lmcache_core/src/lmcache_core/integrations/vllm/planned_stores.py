@@ -49,8 +49,8 @@ class StorePlanner:
         for group in groups:
             if group.num_dropped_tokens(self._chunk_size - 1) >= group.block_size:
                 logger.warning(
-                    "chunk_size=%d is longer than a sliding window of %d tokens: chunks of its layers that are not computed in one step are "
-                    "not stored; set chunk_size to at most %d",
+                    "chunk_size=%d is longer than a sliding window of %d tokens: chunks of its layers that are not computed in one step "
+                    "are not stored; set chunk_size to at most %d",
                     *(self._chunk_size, group.window, group.window),
                 )
         self.on_planned: OnStored | None = None
