@@ -116,6 +116,13 @@ async def test_tenants_do_not_see_one_another(index: LookupIndex) -> None:
     assert await held(index, 1, 2, tenant="ops") == [[], []]
 
 
+async def test_tenants_are_listed(index: LookupIndex) -> None:
+    await join(index, "a")
+    assert await index.tenants() == []
+    await tell(index, "a", event(1, tenant="rival"), event(2, tenant="acme"), event(3, tenant="rival"))
+    assert await index.tenants() == ["acme", "rival"]
+
+
 async def test_instances_of_two_owners_may_share_a_name(index: LookupIndex) -> None:
     await join(index, "a", 5, owner="acme")
     await join(index, "a", 9, owner="rival")

@@ -170,3 +170,7 @@ class LookupIndex(abc.ABC):
     @abc.abstractmethod
     async def stats(self, tenant: str) -> IndexStats:
         """Figures of one tenant: its chunks, and the instances whose leases it took."""
+
+    @abc.abstractmethod
+    async def tenants(self) -> list[str]:
+        """The tenants in whose namespaces chunks were stored, sorted; some may have none any more."""

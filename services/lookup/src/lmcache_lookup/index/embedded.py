@@ -148,6 +148,10 @@ class EmbeddedIndex(LookupIndex):
         num_instances = len(await self.instances(tenant))
         return IndexStats(sum(key[0] == tenant for key in self._chunks), num_instances)
 
+    async def tenants(self) -> list[str]:
+        """See `LookupIndex.tenants`."""
+        return sorted({tenant for tenant, _ in self._chunks})
+
     def _is_alive(self, lease: _Lease) -> bool:
         return not lease.ended and self._clock() < lease.expires_at
 

@@ -91,6 +91,11 @@ class GuardedIndex(LookupIndex):
         self._check()
         return await self._watch(self._inner.stats(tenant))
 
+    async def tenants(self) -> list[str]:
+        """See `LookupIndex.tenants`."""
+        self._check()
+        return await self._watch(self._inner.tenants())
+
     def _check(self) -> None:
         if self._backoff.wait_s > 0:
             raise UnavailableError(f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s")

@@ -175,6 +175,11 @@ class RedisIndex(LookupIndex):
             pipeline.hlen(bucket_key(tenant, bucket))
         return IndexStats(sum(await self._write(pipeline.execute())), len(await self.instances(tenant)))
 
+    async def tenants(self) -> list[str]:
+        """See `LookupIndex.tenants`."""
+        found: Iterable[bytes] = await self._write(_reply(self._redis.smembers(TENANTS_KEY)))
+        return sorted(tenant.decode() for tenant in found)
+
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         keys, argv, places = [VERSION_KEY], list[Argument](), list[int]()
         for bucket, inside in _by_bucket(chunk_ids).items():
