@@ -24,6 +24,7 @@ import yaml
 
 from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security.names import validate_tenant
+from lmcache_core.security.watched_files import identify, identity_of
 
 Role = Literal["client", "admin"]
 
@@ -138,7 +139,7 @@ class TokenTable:
         """
         if self._source is None:
             return False
-        seen = _stat(self._source)
+        seen = identity_of(self._source)
         if seen == self._fingerprint:
             return False
         self._fingerprint = seen
@@ -156,22 +157,11 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
-def _identify(stat: os.stat_result) -> tuple[int, ...]:
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-def _stat(path: Path) -> tuple[int, ...] | None:
-    try:
-        return _identify(path.stat())
-    except OSError:
-        return None
-
-
 def _read(path: Path) -> tuple[bytes, tuple[int, ...]]:
     """Bytes and identity of one and the same file, though it may be replaced while we look."""
     try:
         with path.open("rb") as file:
-            fingerprint = _identify(os.fstat(file.fileno()))
+            fingerprint = identify(os.fstat(file.fileno()))
             data = file.read(MAX_TOKEN_FILE_BYTES + 1)
     except OSError as exc:
         raise ConfigError(f"token file {path}: {exc.strerror or exc}; create it or correct the path") from exc

@@ -1,0 +1,151 @@
+"""TLS from files: contexts whose new connections use what the files hold by then."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.errors import ConfigError
+from lmcache_core.security.watched_files import WatchedFiles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one side.
+
+    Attributes:
+        cert_file: Its certificate, with those between it and the root behind it.
+        key_file: The certificate's key, without a passphrase; None where it is in the same file.
+        ca_file: Who must have signed the other side's certificate. None: a server asks for no certificate, a client trusts whom this
+            machine trusts.
+    """
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Those that are set."""
+        return [path for path in (self.cert_file, self.key_file, self.ca_file) if path is not None]
+
+
+class ReloadingContext(ssl.SSLContext):
+    """Hands each new connection to a context with what the files hold now, as far as that is good; standing connections keep theirs.
+
+    Files are looked at when a connection begins, at most once a second. Settings of this object itself reach no connection: it trusts
+    nobody and has no certificate, so that whoever goes round `wrap_bio` gets no connection.
+    """
+
+    _build: Callable[[], ssl.SSLContext]
+    _watch: WatchedFiles
+    _in_force: ssl.SSLContext
+
+    def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
+        """See `server_context` and `client_context`."""
+        context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+        context._build = build
+        context._watch = WatchedFiles(files.paths)
+        context._in_force = build()
+        return context
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """See `ssl.SSLContext.wrap_bio`."""
+        if self._watch.have_changed():
+            self._reload()
+        return self._in_force.wrap_bio(*args, **kwargs)
+
+    def _reload(self) -> None:
+        try:
+            self._in_force = self._build()
+        except ConfigError as exc:
+            logger.warning("%s; the files read before stay in force", exc)
+        else:
+            logger.info("certificates have been replaced: new connections use the new ones")
+
+
+def server_context(files: TlsFiles) -> ReloadingContext:
+    """What a server listens with: TLS 1.3, and no session tickets, since whoever resumes a session does not show its certificate again.
+
+    Args:
+        files: With a `cert_file`. With a `ca_file` clients must show a certificate.
+
+    Raises:
+        ConfigError: A file cannot be read or does not fit. The text names files and no content.
+    """
+    assert files.cert_file is not None, "a server has a certificate"
+
+    def build() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
+        _load_identity(context, files)
+        if files.ca_file is not None:
+            _load_trusted(context, files.ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return ReloadingContext(build, files)
+
+
+def client_context(files: TlsFiles | None = None) -> ReloadingContext:
+    """What a client connects with. The server's certificate, and the name in it, are always checked.
+
+    Args:
+        files: Whom to trust, and what to show to servers that ask.
+
+    Raises:
+        ConfigError: A file cannot be read or does not fit. The text names files and no content.
+    """
+    wanted = files or TlsFiles()
+
+    def build() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if wanted.ca_file is None:
+            context.load_default_certs()
+        else:
+            _load_trusted(context, wanted.ca_file)
+        if wanted.cert_file is not None:
+            _load_identity(context, wanted)
+        return context
+
+    return ReloadingContext(build, wanted)
+
+
+def no_context() -> ssl.SSLContext:
+    """For clients of URLs without TLS whose library wants a context all the same: it trusts nobody."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
+    assert files.cert_file is not None
+    key = files.cert_file if files.key_file is None else files.key_file
+    try:
+        context.load_cert_chain(files.cert_file, key, password=_refuse_passphrase)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and belong together") from exc
+
+
+def _load_trusted(context: ssl.SSLContext, path: Path) -> None:
+    try:
+        context.load_verify_locations(path)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"certificates of authorities {path}: {_reason(exc)}; it must hold at least one in PEM") from exc
+
+
+def _refuse_passphrase() -> str:
+    """Else OpenSSL would ask the terminal, and wait."""
+    raise ValueError("the key has a passphrase")
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, ssl.SSLError):
+        return (exc.reason or "not PEM").lower().replace("_", " ")
+    return (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
