@@ -21,12 +21,13 @@ from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import LmServer, ServerLimits
+from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 
 from lmcache_storage.chunks.service import ChunkDoor, Gate
+from lmcache_storage.compat import create_compat_server
 from lmcache_storage.counted_store import CountedDoor
 from lmcache_storage.health import add_health_checks
 from lmcache_storage.metrics import DESCRIBED
@@ -71,6 +72,7 @@ class _Opening:
         await lm_server.open()
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
         self._state.ports["lm_port"] = lm_server.port
+        await self._open_compat(store, counters)
         parts = StorageParts(
             settings.instance_id,
             settings.advertise_url or f"lm://{_in_url(settings.lm_host)}:{lm_server.port}",
@@ -85,6 +87,13 @@ class _Opening:
         parts.registration = await self._join_broker(parts.advertise_url)
         add_health_checks(self._state.health, parts)
         return parts
+
+    async def _open_compat(self, store: ServedStore, counters: Counters) -> None:
+        server = create_compat_server(self._settings, store, counters)
+        if server is not None:
+            await server.open()
+            self._exits.push_async_callback(server.close, float(self._settings.shutdown_grace_s))
+            self._state.ports["lmcache_compat_port"] = server.port
 
     async def _make_tiers(self) -> tuple[LocalCPUBackend, LocalDiskBackend | None]:
         settings = self._settings

@@ -15,6 +15,10 @@ STORED_CHUNKS_TOTAL: Final = "lmcache_storage_stored_chunks_total"
 STORED_BYTES_TOTAL: Final = "lmcache_storage_stored_bytes_total"
 REFUSED_CHUNKS_TOTAL: Final = "lmcache_storage_refused_chunks_total"
 REMOVED_CHUNKS_TOTAL: Final = "lmcache_storage_removed_chunks_total"
+COMPAT_REQUESTS_TOTAL: Final = "lmcache_storage_compat_requests_total"
+COMPAT_CLOSED_TOTAL: Final = "lmcache_storage_compat_closed_total"
+UNSERVABLE_VALUES_TOTAL: Final = "lmcache_storage_compat_unservable_values_total"
+LABEL_COMMAND: Final = "command"
 
 DESCRIBED: Final = MappingProxyType(
     {
@@ -25,5 +29,8 @@ DESCRIBED: Final = MappingProxyType(
         STORED_BYTES_TOTAL: Described("Bytes of records taken."),
         REFUSED_CHUNKS_TOTAL: Described("Chunks not taken, for want of room or while draining."),
         REMOVED_CHUNKS_TOTAL: Described("Chunks removed on request."),
+        COMPAT_REQUESTS_TOTAL: Described("Requests of LMCache clients.", LABEL_COMMAND),
+        COMPAT_CLOSED_TOTAL: Described("Connections of LMCache clients that were closed, by the reason.", LABEL_REASON),
+        UNSERVABLE_VALUES_TOTAL: Described("Values that LMCache clients asked for and that were not served although held.", LABEL_REASON),
     }
 )

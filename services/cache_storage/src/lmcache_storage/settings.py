@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
+from typing import Literal
 
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
@@ -25,6 +26,11 @@ class StorageSettings(TierSettings):
         memory_gb: Host memory for chunks, taken at the start.
         max_record_mb: Largest record that is taken.
         max_connections: lm:// connections at once.
+        lmcache_compat_port: Port for unmodified LMCache clients; 0 takes a free one, unset: there is none.
+        lmcache_compat_host: Where to serve them. They show no credentials: whoever reaches this is served.
+        lmcache_compat_dialect: What they speak: `v0.2` to release 0.3.2, `v0.3+` from 0.3.3 on.
+        lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with lmcache_compat_port.
+        lmcache_compat_max_connections: Their connections at once.
         lookup_url: The lookup service, which is told what this instance holds; or none.
         broker_url: The broker, which is told that this instance serves; or none.
         advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
@@ -44,6 +50,11 @@ class StorageSettings(TierSettings):
     memory_gb: float = Field(default=1.0, gt=0, le=65536)
     max_record_mb: int = Field(default=512, ge=1, le=4096)
     max_connections: int = Field(default=256, ge=1, le=65536)
+    lmcache_compat_port: Port | None = None
+    lmcache_compat_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    lmcache_compat_dialect: Literal["v0.2", "v0.3+"] = "v0.3+"
+    lmcache_compat_tenant: str | None = None
+    lmcache_compat_max_connections: int = Field(default=64, ge=1, le=65536)
     lookup_url: str | None = None
     broker_url: str | None = None
     advertise_url: str | None = None
@@ -69,6 +80,11 @@ class StorageSettings(TierSettings):
     def _check_tenant(cls, value: str) -> str:
         return validate_tenant(value)
 
+    @field_validator("lmcache_compat_tenant")
+    @classmethod
+    def _check_compat_tenant(cls, value: str | None) -> str | None:
+        return None if value is None else validate_tenant(value)
+
     @field_validator("advertise_url")
     @classmethod
     def _check_advertise_url(cls, value: str | None) -> str | None:
@@ -86,6 +102,22 @@ class StorageSettings(TierSettings):
         if self.broker_url is not None and self.advertise_url is None and _is_unspecified(self.lm_host):
             raise ValueError(
                 f"broker_url is set and lm_host={self.lm_host!r} is no address that others can reach: set advertise_url=lm://host:port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_compat(self) -> StorageSettings:
+        if self.lmcache_compat_port is None:
+            return self
+        if self.lmcache_compat_tenant is None:
+            raise ValueError(
+                f"lmcache_compat_port={self.lmcache_compat_port}: LMCache clients show no credentials; "
+                "set lmcache_compat_tenant to the tenant that they are to be"
+            )
+        if not is_loopback(self.lmcache_compat_host) and not self.allow_anonymous:
+            raise ValueError(
+                f"lmcache_compat_host={self.lmcache_compat_host!r} is reachable from other machines, and LMCache clients show no "
+                "credentials: set allow_anonymous=true if a NetworkPolicy is all the protection you want"
             )
         return self
 

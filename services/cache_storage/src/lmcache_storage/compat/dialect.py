@@ -1,0 +1,124 @@
+"""The fixed headers that LMCache clients send and read. They carry no version, so each listener speaks one dialect.
+
+Source: `docs/protocols.md`, "LMCache compatibility". Vectors: `tests/contract/lmcache_compat`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
+
+from lmcache_storage.compat.refusals import CloseReason, RefusedError
+
+KEY_BYTES: Final = 150
+NUM_ABOUT: Final = 6
+"""Numbers that describe a value: format, dtype, four dimensions."""
+CODE_FOUND: Final = 200
+CODE_MISSING: Final = 400
+
+About = tuple[int, int, int, int, int, int]
+"""Format, dtype and four dimensions of a value, as its client numbers them. They mean something to clients of its release alone."""
+
+NO_VALUE: Final[About] = (1, 2, 0, 0, 0, 0)
+"""Describes the value of a reply without one: numbers that every release knows, since some look them up before the code."""
+
+
+class Command(IntEnum):
+    """What is answered. LIST (4) is not: no release has ever answered it."""
+
+    PUT = 1
+    GET = 2
+    EXIST = 3
+    HEALTH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        command: What is asked.
+        key: Of what, without its padding; "" for HEALTH.
+        num_bytes: How many bytes of value follow; 0 but for PUT.
+        about: Describes that value.
+    """
+
+    command: Command
+    key: str
+    num_bytes: int
+    about: About
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The headers of one range of releases: little-endian int32 and a padded key.
+
+    Attributes:
+        name: As in settings.
+        request: Command, length, format, dtype, (location,) four dimensions, key.
+        reply: Code, length, format, dtype, four dimensions (, location).
+        has_location: Whether there is a number for a tier of the client, which is read over here.
+    """
+
+    name: str
+    request: struct.Struct
+    reply: struct.Struct
+    has_location: bool
+
+    def parse(self, data: bytes | bytearray, max_value_bytes: int) -> Request:
+        """Read a request's header.
+
+        Args:
+            data: Exactly `request.size` bytes.
+            max_value_bytes: Largest value that is taken.
+
+        Raises:
+            RefusedError: It is none, or announces a value that is not taken.
+        """
+        command, num_bytes, fmt, dtype, *rest = self.request.unpack(data)
+        dims, padded = rest[-5:-1], rest[-1]
+        try:
+            known = Command(command)
+        except ValueError:
+            raise RefusedError(CloseReason.COMMAND, f"command {command} is not known") from None
+        if known is not Command.PUT:
+            num_bytes = 0  # what is there means nothing: nothing follows
+        elif not 0 < num_bytes <= max_value_bytes:
+            raise RefusedError(CloseReason.LENGTH, f"a value of {num_bytes} bytes; from 1 to {max_value_bytes} are taken")
+        return Request(known, "" if known is Command.HEALTH else _key(padded), num_bytes, (fmt, dtype, *dims))
+
+    def found(self, num_bytes: int = 0, about: About = NO_VALUE) -> bytes:
+        """Header of the reply that the value, of so many bytes, is there (and follows if `num_bytes` is not 0)."""
+        return self._reply(CODE_FOUND, num_bytes, about)
+
+    def missing(self) -> bytes:
+        """The reply that there is no such value."""
+        return self._reply(CODE_MISSING, 0, NO_VALUE)
+
+    def _reply(self, code: int, num_bytes: int, about: About) -> bytes:
+        return self.reply.pack(code, num_bytes, *about, *((0,) if self.has_location else ()))
+
+
+DIALECTS: Final = MappingProxyType(
+    {
+        dialect.name: dialect
+        for dialect in (
+            Dialect("v0.2", struct.Struct(f"<8i{KEY_BYTES}s"), struct.Struct("<8i"), False),
+            Dialect("v0.3+", struct.Struct(f"<9i{KEY_BYTES}s"), struct.Struct("<9i"), True),
+        )
+    }
+)
+"""By name. A release later than 0.3 that has other headers is a dialect of its own."""
+
+
+def _key(padded: bytes) -> str:
+    try:
+        key = padded.decode("utf-8").strip(" ")
+    except UnicodeDecodeError:
+        raise RefusedError(CloseReason.KEY, "the key is not UTF-8") from None
+    if not key:
+        raise RefusedError(CloseReason.KEY, "the key is empty")
+    return key

@@ -1,0 +1,204 @@
+"""One connection of an LMCache client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.storage.byte_gate import ByteGate
+from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry.sparse_log import SparseLog
+from lmcache_core.wire import FrameStream
+from lmcache_core.wire.session import end
+
+from lmcache_storage import metrics
+from lmcache_storage.compat.dialect import Command, Dialect, Request
+from lmcache_storage.compat.refusals import CloseReason, RefusedError
+from lmcache_storage.compat.values import ForeignValues
+
+
+@dataclass(frozen=True, slots=True)
+class CompatLimits:
+    """Bounds of what these clients, whom nobody knows, can make the service do.
+
+    Attributes:
+        max_connections: Connections at once; a further one is closed unheard.
+        max_value_bytes: Largest value that is taken.
+        max_receiving_bytes: Memory that values on their way in may hold together; one that alone needs more has it when no other does.
+        idle_timeout_s: Longest silence. Long, since these clients do not connect again; the kernel finds those that are gone.
+        transfer_timeout_s: For the rest of a header and for each transfer of a value, plus the time that `min_bytes_per_s` gives it.
+        min_bytes_per_s: Slowest transfer of a value.
+        room_timeout_s: Longest wait for other values to have come in; then the value is not kept.
+    """
+
+    max_connections: int
+    max_value_bytes: int
+    max_receiving_bytes: int
+    idle_timeout_s: float = 7 * 24 * 3600.0
+    transfer_timeout_s: float = 10.0
+    min_bytes_per_s: int = 1 << 20
+    room_timeout_s: float = 2.0
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Longest time that a value of that size may take."""
+        return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class CompatService:
+    """Everything that the connections of one listener share.
+
+    Attributes:
+        dialect: What they speak.
+        values: What they store and read.
+        limits: Bounds.
+        room: For values on their way in.
+        counters: Where requests and closed connections are counted.
+        log: For lines that clients can cause as often as they like.
+    """
+
+    dialect: Dialect
+    values: ForeignValues
+    limits: CompatLimits
+    room: ByteGate
+    counters: Counters
+    log: SparseLog
+
+    def closed(self, stream: FrameStream, reason: CloseReason, detail: str) -> None:
+        """Count and log that a connection is closed, and why."""
+        self.counters.add(metrics.COMPAT_CLOSED_TOTAL, label=reason)
+        message = "connection of the LMCache client %s closed (%s): %s"
+        self.log.log(logging.WARNING, message, stream.peer(), reason.value, detail)
+
+
+class CompatSession:
+    """Answers the requests of one connection in order; these clients send the next when they have the last one's reply, or need none.
+
+    Args:
+        stream: The connection.
+        service: What is served.
+    """
+
+    def __init__(self, stream: FrameStream, service: CompatService) -> None:
+        self._stream = stream
+        self._service = service
+        self._dialect = service.dialect
+        self._values = service.values
+        self._limits = service.limits
+        self._is_waiting = False
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Serve until the client goes or breaks a bound. The connection is closed then."""
+        try:
+            while not self._is_draining:
+                request = await self._next_request()
+                if request is None:
+                    return
+                await self._answer(request)
+        except RefusedError as exc:
+            self._service.closed(self._stream, exc.reason, str(exc))
+        except UnavailableError:
+            pass  # the client went while it was answered, or the service ends
+        finally:
+            await end(self._stream)
+
+    def drain(self) -> None:
+        """Take no more requests; the connection ends when the one underway is answered."""
+        self._is_draining = True
+        if self._is_waiting:
+            self._stream.close()
+
+    async def _next_request(self) -> Request | None:
+        """The next request; None when the client has gone between two."""
+        header = bytearray(self._dialect.request.size)
+        view = memoryview(header)
+        self._is_waiting = True
+        try:
+            async with asyncio.timeout(self._limits.idle_timeout_s):
+                await self._stream.readinto(view[:1])
+        except TimeoutError:
+            raise RefusedError(CloseReason.IDLE, f"silent for {self._limits.idle_timeout_s:g} s") from None
+        except UnavailableError:
+            return None
+        finally:
+            self._is_waiting = False
+        await self._receive(view[1:], "a header")
+        return self._dialect.parse(header, self._limits.max_value_bytes)
+
+    async def _answer(self, request: Request) -> None:
+        self._service.counters.add(metrics.COMPAT_REQUESTS_TOTAL, label=request.command.name.lower())
+        match request.command:
+            case Command.PUT:
+                await self._put(request)
+            case Command.GET:
+                await self._get(request.key)
+            case Command.EXIST:
+                is_there = await self._values.contains(request.key)
+                await self._send(self._dialect.found() if is_there else self._dialect.missing())
+            case Command.HEALTH:
+                await self._send(self._dialect.found())
+
+    async def _get(self, key: str) -> None:
+        found = await self._values.get(key)
+        if found is None:
+            await self._send(self._dialect.missing())
+            return
+        chunk, about = found
+        try:
+            value = chunk.memory.byte_array
+            await self._send(self._dialect.found(len(value), about), value)
+        finally:
+            chunk.release()
+
+    async def _put(self, request: Request) -> None:
+        """Take a value in. There is no reply, so one that finds no room is read to its end and forgotten."""
+        num_bytes = request.num_bytes
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(self._limits.room_timeout_s):
+                    await held.enter_async_context(self._service.room.using(num_bytes))
+            except TimeoutError:
+                self._service.counters.add(metrics.REFUSED_CHUNKS_TOTAL)
+                memory = None
+            else:
+                memory = self._values.allocate(num_bytes)
+            if memory is None:
+                await self._discard(num_bytes)
+                return
+            with memory:
+                await self._receive(memory.byte_array, "a value")
+                await self._values.put(request.key, request.about, memory)
+
+    async def _receive(self, view: memoryview, what: str) -> None:
+        with self._expecting(f"the rest of {what}"):
+            async with asyncio.timeout(self._limits.transfer_s(len(view))):
+                await self._stream.readinto(view)
+
+    async def _discard(self, num_bytes: int) -> None:
+        with self._expecting("the rest of a value"):
+            async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
+                await self._stream.discard(num_bytes)
+
+    async def _send(self, header: bytes, value: memoryview | None = None) -> None:
+        """Send a reply, the header in one piece: some clients read it by a single call."""
+        num_bytes = 0 if value is None else len(value)
+        try:
+            async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
+                await self._stream.send(header, *(() if value is None else (value,)))
+        except TimeoutError:
+            raise RefusedError(CloseReason.SLOW, f"a reply of {len(header) + num_bytes} bytes was not read in time") from None
+
+    @contextmanager
+    def _expecting(self, what: str) -> Iterator[None]:
+        """What has begun must come, and in time."""
+        try:
+            yield
+        except TimeoutError:
+            raise RefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
+        except UnavailableError:
+            raise RefusedError(CloseReason.SHORT, f"the connection ended before {what} had come") from None

@@ -1,0 +1,123 @@
+"""Values of LMCache clients, kept as records of a kind of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Final
+
+from lmcache_core.errors import RecordError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import HEAD_ALIGN_BYTES, UNSEALED_DIGEST, Chunk, Extension, Miss, RecordHeader, TensorSpec, verify_payload
+from lmcache_core.telemetry import Counters
+from lmcache_core.wire import ServedStore
+
+from lmcache_storage import metrics
+from lmcache_storage.compat.dialect import NUM_ABOUT, About
+
+ABOUT_EXTENSION: Final = 2
+"""Id of the extension with the numbers by which a client described its value; ignorable, since nobody else asks for it."""
+MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
+"""Of a record that is made here: its key is short, and what it says beside it has a fixed length."""
+INLINE_DIGEST_BYTES: Final = 1 << 20
+TIER: Final = "compat"
+
+_ABOUT: Final = struct.Struct(f"<{NUM_ABOUT}i")
+
+
+class ForeignValues:
+    """Values whose bytes only their clients can read, beside the KV of one tenant and under names that no KV has.
+
+    They are marked lossy: whether they are is not known here.
+
+    Args:
+        store: Where they are kept.
+        tenant: In whose namespace.
+        dialect: Name of the dialect of those who store and read them; other dialects number formats otherwise, and see none of them.
+        counters: Where those are counted that cannot be served.
+    """
+
+    def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._kind = f"lmcache-{dialect}"
+        self._counters = counters
+
+    def allocate(self, num_bytes: int) -> MemoryObj | None:
+        """See `ServedStore.allocate`."""
+        return self._store.allocate(num_bytes)
+
+    async def contains(self, key: str) -> bool:
+        """Whether there is a value of that name."""
+        [is_there] = await self._store.contains([self._chunk_key(key)])
+        return is_there
+
+    async def get(self, key: str) -> tuple[Chunk, About] | None:
+        """The value, its bytes compared with their digest, and what its client said of it; None where there is none.
+
+        The caller owns the chunk. A damaged one is removed.
+        """
+        [result] = await self._store.get([self._chunk_key(key)])
+        if isinstance(result, Miss):
+            return None
+        try:
+            about = self._about(result.header)
+            if about is None:
+                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label="encoding")
+            elif not await _is_intact(result):
+                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label="corrupt")
+                await self._store.remove([result.key])
+            else:
+                result.memory.ref_count_up()
+                return result, about
+        finally:
+            result.release()
+        return None
+
+    async def put(self, key: str, about: About, memory: MemoryObj) -> bool:
+        """Keep a value (its memory is borrowed); one of the same name and other content gives place. False: there is no room."""
+        chunk_key = self._chunk_key(key)
+        chunk = Chunk.unsealed(chunk_key, self._header(chunk_key, about, memory.get_size()), memory, TIER)
+        if memory.get_size() <= INLINE_DIGEST_BYTES:
+            chunk.sealed()
+        else:
+            await asyncio.to_thread(chunk.sealed)
+        if await self.contains(key):
+            [held] = await self._store.get([chunk_key])
+            if isinstance(held, Chunk):
+                is_same = held.header == chunk.header
+                held.release()
+                if is_same:
+                    return True
+                await self._store.remove([chunk_key])
+        return await self._store.put(chunk)
+
+    def _chunk_key(self, key: str) -> ChunkKey:
+        return ChunkKey(self._tenant, CacheEngineKey(self._kind, "", 1, 0, key))
+
+    def _header(self, key: ChunkKey, about: About, num_bytes: int) -> RecordHeader:
+        spec = TensorSpec("", "uint8", (num_bytes,), 0, num_bytes)
+        told = Extension(ABOUT_EXTENSION, False, _ABOUT.pack(*about))
+        return RecordHeader(key.key.canonical(), self._kind, "", True, (spec,), UNSEALED_DIGEST, (told,))
+
+    def _about(self, header: RecordHeader) -> About | None:
+        """What the client said; None for a record that did not come from here, since others may put under this name too."""
+        for extension in header.extensions:
+            if header.serde == self._kind and extension.id == ABOUT_EXTENSION and len(extension.data) == _ABOUT.size:
+                fmt, dtype, *dims = _ABOUT.unpack(extension.data)
+                return (fmt, dtype, dims[0], dims[1], dims[2], dims[3])
+        return None
+
+
+async def _is_intact(chunk: Chunk) -> bool:
+    """Cancelled, the thread may still read memory that was given back meanwhile: it writes nothing, and nobody asks for its result."""
+    payload = chunk.memory.byte_array
+    try:
+        if len(payload) <= INLINE_DIGEST_BYTES:
+            verify_payload(chunk.header, payload)
+        else:
+            await asyncio.to_thread(verify_payload, chunk.header, payload)
+    except RecordError:
+        return False
+    return True
