@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.security import ShownToken, token_text
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
@@ -35,6 +37,8 @@ class ClientOptions:
         name: This client, for the server's logs and for tickets.
         tier: Name that chunks from here carry.
         accepts: Which records the server may send.
+        tls: Encrypts and checks the server; None: neither.
+        tls_name: What the server's certificate must name, where that is not the host.
     """
 
     timeout_s: float = 5.0
@@ -45,6 +49,8 @@ class ClientOptions:
     name: str = ""
     tier: str = "RemoteBackend"
     accepts: Accepts = ONLY_LOSSLESS
+    tls: ssl.SSLContext | None = None
+    tls_name: str | None = None
 
 
 class LmClient:
@@ -57,16 +63,16 @@ class LmClient:
     Args:
         host: Where the server listens.
         port: Its port.
-        token: Bearer token, None for none.
+        token: Bearer token, None for none; one from a file is read again for each connection.
         options: How to behave.
     """
 
-    def __init__(self, host: str, port: int = DEFAULT_PORT, token: str | None = None, options: ClientOptions | None = None) -> None:
+    def __init__(self, host: str, port: int = DEFAULT_PORT, token: ShownToken = None, options: ClientOptions | None = None) -> None:
         self._host = host
         self._port = port
         self._token = token
         self._options = options or ClientOptions()
-        self._name = f"lm://{host}:{port}"
+        self._name = f"{'lm' if self._options.tls is None else 'lm+tls'}://{host}:{port}"
         self._backoff = Backoff(self._options.backoff_initial_s, self._options.backoff_cap_s, time.monotonic)
         self._connection: ClientConnection | None = None
         self._attempt: asyncio.Task[ClientConnection] | None = None
@@ -230,14 +236,21 @@ class LmClient:
         if not attempt.cancelled():
             attempt.exception()  # seen, though perhaps nobody waits for it any more
 
+    async def _open_stream(self) -> FrameStream:
+        options = self._options
+        name = None if options.tls is None else options.tls_name or self._host
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(FrameStream, self._host, self._port, ssl=options.tls, server_hostname=name)
+        return stream
+
     async def _open_connection(self) -> ClientConnection:
         await self._drop_connection()
         connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(self._options.connect_timeout_s):
-                _, stream = await asyncio.get_running_loop().create_connection(FrameStream, self._host, self._port)
+                stream = await self._open_stream()
                 connection = ClientConnection(stream, self._name)
-                await connection.greet(self._token, self._options.name, self._options.accepts.capabilities())
+                await connection.greet(token_text(self._token), self._options.name, self._options.accepts.capabilities())
         except BaseException as exc:
             if connection is not None:
                 await connection.close()

@@ -67,6 +67,7 @@ class PullTicket(Protocol):
 
 
 Authenticate = Callable[[str | None], HasTenant]
+Admit = Callable[[str], None]
 VerifyTicket = Callable[[str], PullTicket]
 
 
@@ -84,6 +85,8 @@ class ServerLimits:
         idle_timeout_s: Longest silence of a connection without requests.
         transfer_timeout_s: For the rest of a frame, read or written, plus the time that `min_bytes_per_s` gives it.
         min_bytes_per_s: Slowest transfer of a blob.
+        reauthenticate_s: How old the knowledge may be of who is behind a token when a request is served.
+        admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
     """
 
     max_connections: int = 256
@@ -95,6 +98,8 @@ class ServerLimits:
     idle_timeout_s: float = 300.0
     transfer_timeout_s: float = 10.0
     min_bytes_per_s: int = 1 << 20
+    reauthenticate_s: float = 10.0
+    admit: Admit | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
         """Longest time that a frame with a blob of that size may take."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.telemetry.sparse_log import SparseLog
+from lmcache_core.wire.goodbye import end, say_goodbye
 from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits, Service, VerifyTicket
-from lmcache_core.wire.session import Session, end, say_goodbye
+from lmcache_core.wire.session import Session
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,11 @@ class LmServer:
         """Connections that are open now."""
         return len(self._streams)
 
-    async def open(self) -> None:
+    async def open(self, tls: ssl.SSLContext | None = None) -> None:
         """Listen.
+
+        Args:
+            tls: Encrypts every connection; None: none is.
 
         Raises:
             UnavailableError: The address cannot be bound.
@@ -69,7 +74,12 @@ class LmServer:
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: FrameStream(self._accept), self._host, self._wanted_port, backlog=LISTEN_BACKLOG
+                lambda: FrameStream(self._accept),
+                self._host,
+                self._wanted_port,
+                backlog=LISTEN_BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self._service.limits.hello_timeout_s,
             )
         except OSError as exc:
             raise UnavailableError(f"lm server cannot listen on {self._host}:{self._wanted_port}: {exc}") from exc

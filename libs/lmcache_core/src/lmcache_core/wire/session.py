@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Sequence
 
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import AuthenticationError, IdentityError, LMCacheError, ProtocolError, UnavailableError, VersionError
+from lmcache_core.errors import (
+    AuthenticationError,
+    IdentityError,
+    LMCacheError,
+    ProtocolError,
+    UnavailableError,
+    VersionError,
+)
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import FrameHeader, FrameType
+from lmcache_core.wire.goodbye import end, error_message, say_goodbye
 from lmcache_core.wire.incoming import IncomingRecord, Received
-from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ErrorCode, ErrorMessage, Message
+from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
 from lmcache_core.wire.served import AdaptsToClients, Service
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
 
 TIER = "lm"
-GOODBYE_TIMEOUT_S = 1.0
 
 _REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.PUT, FrameType.REMOVE, FrameType.PING})
 
@@ -45,6 +54,8 @@ class Session:
         self._num_underway = 0
         self._unstored: dict[int, Received] = {}
         self._tenant: str | None = None
+        self._token: str | None = None
+        self._check_again_at = math.inf
         self._client = ""
         self._last_id = 0
         self._is_draining = False
@@ -57,7 +68,7 @@ class Session:
             await self._requests.close(self._limits.transfer_timeout_s)
         except (ProtocolError, AuthenticationError) as exc:
             self._service.log.log(logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc)
-            await say_goodbye(self._stream, _error_message(exc))
+            await say_goodbye(self._stream, error_message(exc))
         except (UnavailableError, TimeoutError) as exc:
             logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)
         finally:
@@ -89,6 +100,8 @@ class Session:
         self._client = hello.client
         try:
             self._tenant = self._service.authenticate(hello.token).tenant
+            self._token = hello.token
+            self._check_again_at = time.monotonic() + self._limits.reauthenticate_s
         except AuthenticationError:
             if self._service.verify_ticket is None or hello.token is not None:
                 raise
@@ -110,6 +123,7 @@ class Session:
             header = await self._next_header()
             if header is None:
                 return
+            self._check_token()
             if header.type not in _REQUESTS or header.correlation_id <= self._last_id:
                 raise ProtocolError(f"{header.type.name} {header.correlation_id} behind {self._last_id} is not a request")
             if header.blob_bytes > self._limits.max_blob_bytes:
@@ -121,6 +135,19 @@ class Session:
             if not self._requests.start(header.type.name, self._answer(header.correlation_id, message, refusal)):
                 raise UnavailableError("this session takes no more requests")
             self._num_underway += 1
+
+    def _check_token(self) -> None:
+        """A connection outlives no token: it may have been taken from its owner, or given to another, since HELLO.
+
+        Raises:
+            AuthenticationError: It has.
+        """
+        now = time.monotonic()
+        if now < self._check_again_at:
+            return
+        self._check_again_at = now + self._limits.reauthenticate_s
+        if self._service.authenticate(self._token).tenant != self._tenant:
+            raise AuthenticationError("the token belongs to another tenant now; connect again")
 
     async def _next_header(self) -> FrameHeader | None:
         """The next request's header; None when the session takes no more."""
@@ -222,8 +249,12 @@ class Session:
 
     def _tenant_for(self, message: Message) -> str:
         """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
-        if self._tenant is not None:
-            return self._tenant
+        tenant = self._tenant if self._tenant is not None else self._tenant_by_ticket(message)
+        if self._limits.admit is not None:
+            self._limits.admit(tenant)
+        return tenant
+
+    def _tenant_by_ticket(self, message: Message) -> str:
         verify_ticket = self._service.verify_ticket
         if verify_ticket is None or not isinstance(message, messages.Get) or message.ticket is None:
             raise AuthenticationError(f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket")
@@ -234,41 +265,8 @@ class Session:
 
     async def _refuse(self, correlation_id: int, exc: LMCacheError) -> None:
         with contextlib.suppress(UnavailableError, TimeoutError):
-            await self._send(correlation_id, _error_message(exc))
+            await self._send(correlation_id, error_message(exc))
 
     async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
         async with asyncio.timeout(self._limits.transfer_s(sum(len(part) for part in blob))):
             await self._stream.send_message(correlation_id, message, *blob)
-
-
-async def say_goodbye(stream: FrameStream, message: ErrorMessage) -> None:
-    """Tell the other side why its connection ends, if it listens."""
-    with contextlib.suppress(UnavailableError, TimeoutError):
-        async with asyncio.timeout(GOODBYE_TIMEOUT_S):
-            await stream.send_message(0, message)
-
-
-async def end(stream: FrameStream) -> None:
-    """Send what is buffered, for a little while, and close."""
-    stream.close()
-    try:
-        async with asyncio.timeout(GOODBYE_TIMEOUT_S):
-            await stream.wait_closed()
-    except TimeoutError:
-        stream.abort()
-        await stream.wait_closed()
-
-
-def _error_message(exc: LMCacheError) -> ErrorMessage:
-    match exc:
-        case VersionError():
-            code = ErrorCode.VERSION
-        case ProtocolError():
-            code = ErrorCode.PROTOCOL
-        case AuthenticationError():
-            code = ErrorCode.AUTHENTICATION
-        case IdentityError():
-            code = ErrorCode.BAD_REQUEST
-        case _:
-            code = ErrorCode.UNAVAILABLE
-    return ErrorMessage(code.value, str(exc)[: messages.MAX_ERROR_CHARS])
