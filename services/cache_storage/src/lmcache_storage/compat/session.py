@@ -13,7 +13,7 @@ from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire import FrameStream
-from lmcache_core.wire.session import end
+from lmcache_core.wire.goodbye import end
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import Command, Dialect, Request
