@@ -43,10 +43,13 @@ def test_the_surface_is_the_documented_one() -> None:
         "/metrics": ["get"],
         "/v1/lookup": ["post"],
         "/v1/route": ["post"],
+        "/v1/contains": ["post"],
+        "/v1/chunks/{chunk_id}/locations": ["get"],
         "/v1/instances": ["get"],
         "/v1/instances/{instance}": ["delete", "put"],
         "/v1/events": ["post"],
         "/v1/stats": ["get"],
+        "/v1/tenants": ["get"],
         "/v1/admin/evict": ["post"],
         "/v1/admin/clear": ["post"],
     }

@@ -51,7 +51,15 @@ class BodyBounds:
 
 
 class ServiceApp(FastAPI):
-    """A FastAPI app whose OpenAPI document tells the truth about errors."""
+    """A FastAPI app whose OpenAPI document tells the truth about errors, and about bodies that pydantic does not read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._more_schemas: dict[str, Any] = {}
+
+    def describe(self, schemas: Mapping[str, Any]) -> None:
+        """Add schemas to the OpenAPI document, by the names that operations refer to them by."""
+        self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document; every operation under `/v1` may answer with a problem."""
@@ -60,6 +68,7 @@ class ServiceApp(FastAPI):
         for replaced in ("HTTPValidationError", "ValidationError"):
             schemas.pop(replaced, None)
         schemas["Problem"] = _PROBLEM_SCHEMA
+        schemas.update(self._more_schemas)
         for path, operations in schema.get("paths", {}).items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
@@ -76,7 +85,7 @@ def create_service_app(
     routers: Sequence[APIRouter],
     bodies: BodyBounds | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
-) -> FastAPI:
+) -> ServiceApp:
     """Build a service's app. Reads the token file; opens nothing else.
 
     Args:

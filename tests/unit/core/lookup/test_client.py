@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.lookup import Holder, LookupAnswer, LookupClient, RouteEntry, StoreEvent
+from lmcache_core.lookup import (
+    MAX_CHUNKS_PER_LOOKUP,
+    ContainsAnswer,
+    Holder,
+    LocationsAnswer,
+    LookupAnswer,
+    LookupClient,
+    RouteEntry,
+    StoreEvent,
+)
+from lmcache_core.lookup.requests import MSGPACK
 
-A, B = b"a" * 16, b"b" * 16
+A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 HOLDER = {"instance": "pod-1", "kind": "sidecar", "tier": "hot", "size_bytes": 7}
 
 
@@ -30,11 +40,34 @@ async def ask(answer: Any, call: Callable[[LookupClient], Any]) -> tuple[Any, ht
         await client.close()
 
 
-async def test_lookup_sends_hex_and_returns_holders() -> None:
-    answer, request = await ask({"num_prefix": 1, "holders": [[HOLDER]]}, lambda c: c.lookup([A, B], ["me"]))
-    assert answer == LookupAnswer(1, [[Holder("pod-1", "sidecar", "hot", 7)]])
-    assert json.loads(request.content) == {"chunk_ids": [A.hex(), B.hex()], "exclude": ["me"]}
+def packed(answer: Any) -> httpx.Response:
+    return httpx.Response(200, content=msgspec.msgpack.encode(answer), headers={"content-type": MSGPACK})
+
+
+async def test_lookup_sends_bytes_and_returns_holders() -> None:
+    runs = [[2, [["pod-1", "sidecar", "hot", 7]]]]
+    answer, request = await ask(packed({"num_prefix": 2, "runs": runs}), lambda c: c.lookup([A, B, C], ["me"]))
+    assert answer == LookupAnswer(2, [[Holder("pod-1", "sidecar", "hot", 7)]] * 2)
+    assert msgspec.msgpack.decode(request.content) == {"chunk_ids": A + B + C, "exclude": ["me"]}
     assert request.headers["authorization"] == "Bearer secret-token"
+    assert request.headers["content-type"] == MSGPACK
+
+
+async def test_an_answer_in_json_is_read_too() -> None:
+    answer, _ = await ask({"num_prefix": 1, "holders": [[HOLDER]]}, lambda c: c.lookup([A, B], ["me"]))
+    assert answer == LookupAnswer(1, [[Holder("pod-1", "sidecar", "hot", 7)]])
+
+
+async def test_contains_and_locations() -> None:
+    answer, request = await ask(packed({"present": [True, False]}), lambda c: c.contains([A, B]))
+    assert (answer, request.url.path) == (ContainsAnswer([True, False]), "/v1/contains")
+    with pytest.raises(UnavailableError, match="does not fit"):
+        await ask(packed({"present": [True]}), lambda c: c.contains([A, B]))
+    with pytest.raises(ValueError, match="ask in parts"):
+        await ask({}, lambda c: c.contains([A] * (MAX_CHUNKS_PER_LOOKUP + 1)))
+    found, request = await ask({"holders": [HOLDER]}, lambda c: c.locations(A))
+    assert found == LocationsAnswer([Holder("pod-1", "sidecar", "hot", 7)])
+    assert (request.method, request.url.path) == ("GET", f"/v1/chunks/{A.hex()}/locations")
 
 
 async def test_an_unknown_field_of_a_newer_service_is_ignored() -> None:
@@ -61,6 +94,13 @@ async def test_nothing_is_asked_about_nothing() -> None:
         {"num_prefix": 1, "holders": [[{**HOLDER, "size_bytes": -1}]]},
         {"num_prefix": 1, "holders": [[{**HOLDER, "tier": "a b"}]]},
         [],
+        packed({"num_prefix": 3, "runs": [[3, [["x", "sidecar", "hot", 1]]]]}),
+        packed({"num_prefix": 2, "runs": [[1, [["x", "sidecar", "hot", 1]]]]}),
+        packed({"num_prefix": 0, "runs": [[1 << 40, [["x", "sidecar", "hot", 1]]]]}),
+        packed({"num_prefix": 1, "runs": [[1, []]]}),
+        packed({"num_prefix": 1, "runs": [[1, [["me", "sidecar", "hot", 1]]]]}),
+        packed([]),
+        httpx.Response(200, content=b"\x91" * 100_000, headers={"content-type": MSGPACK}),
         httpx.Response(200, content=b"{"),
         httpx.Response(200, content=b"[" * 100_000),
         httpx.Response(500, json={"title": "The service failed"}),
@@ -80,6 +120,13 @@ async def test_route() -> None:
         await ask({"instances": [{"instance": "x", "num_prefix": 3}]}, lambda c: c.route([A, B]))
 
 
+async def test_an_older_service_routes_to_whom_it_likes_and_is_not_followed() -> None:
+    entries = [{"instance": "me", "num_prefix": 2}, {"instance": "x", "num_prefix": 1}]
+    answer, request = await ask({"instances": entries}, lambda c: c.route([A, B], ["me"]))
+    assert answer.instances == [RouteEntry("x", 1)]
+    assert msgspec.msgpack.decode(request.content)["exclude"] == ["me"]
+
+
 async def test_lease_and_events() -> None:
     lease = {"ttl_ms": 5, "next_sequence": 0, "resync": False}
     answer, request = await ask(lease, lambda c: c.renew_instance("pod-1", incarnation=3, kind="sidecar", ttl_ms=9))
@@ -88,7 +135,7 @@ async def test_lease_and_events() -> None:
     _, request = await ask(
         {"next_sequence": 1, "resync": False}, lambda c: c.send_events("pod-1", incarnation=3, first_sequence=0, events=[event])
     )
-    assert json.loads(request.content)["events"] == [{"op": "store", "chunk_id": A.hex(), "tier": "hot", "size_bytes": 5}]
+    assert msgspec.msgpack.decode(request.content)["events"] == [["store", A, "hot", 5, None]]
 
 
 async def test_ending_a_lease_that_is_gone_is_fine() -> None:

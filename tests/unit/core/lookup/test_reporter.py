@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
 from lmcache_core.lookup import Holding, InstanceReporter, LookupClient, ReporterTiming
 
@@ -51,12 +52,12 @@ class ModelService:
 
     def _events(self, request: httpx.Request) -> dict[str, object]:
         self.num_event_calls += 1
-        body = json.loads(request.content)
+        body = msgspec.msgpack.decode(request.content)
         if body["incarnation"] != self.incarnation or body["first_sequence"] > self.next_sequence:
             return {"next_sequence": self.next_sequence, "resync": True}
-        for event in body["events"][self.next_sequence - body["first_sequence"] :]:
-            pair = (event["chunk_id"], event["tier"])
-            self.held.add(pair) if event["op"] == "store" else self.held.discard(pair)
+        for op, chunk_id, tier, *_ in body["events"][self.next_sequence - body["first_sequence"] :]:
+            pair = (chunk_id.hex(), tier)
+            self.held.add(pair) if op == "store" else self.held.discard(pair)
             self.next_sequence += 1
         return {"next_sequence": self.next_sequence, "resync": False}
 

@@ -6,26 +6,29 @@ from collections.abc import Sequence
 
 import httpx
 
+from lmcache_core.lookup.formats import FormatChooser, is_packed
 from lmcache_core.lookup.messages import (
     MAX_CHUNKS_PER_LOOKUP,
+    ContainsAnswer,
     EventsAck,
-    EventsRequest,
     InstanceKind,
     InstanceLease,
-    LeaseRequest,
+    LocationsAnswer,
     LookupAnswer,
-    LookupRequest,
     RouteAnswer,
-    RouteRequest,
     StoreEvent,
     chunk_id_text,
 )
+from lmcache_core.lookup.requests import ChunksRequest, EventsRequest, LeaseRequest, PackedChunksRequest, pack_ids, packed_events
+from lmcache_core.lookup.runs import PackedLookupAnswer
 from lmcache_core.security.names import validate_instance_id
-from lmcache_core.wire.json_http import JsonHttpClient
+from lmcache_core.wire.json_http import JsonHttpClient, Reply
 
 
 class LookupClient:
     """Asks one lookup service. Every failure is an `UnavailableError`; what to do without an answer is the caller's choice.
+
+    Bodies are MessagePack; a service that is one version older and takes only JSON is spoken to in JSON.
 
     Args:
         base_url: `http://host:port` or `https://host:port`, without credentials.
@@ -41,6 +44,7 @@ class LookupClient:
         self, base_url: str, token: str | None = None, timeout_s: float = 1.0, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self._http = JsonHttpClient("lookup", base_url, token, timeout_s, transport=transport)
+        self._formats = FormatChooser(self._http)
 
     async def open(self) -> None:
         """Make the connection pool. Connects to nothing yet."""
@@ -64,19 +68,20 @@ class LookupClient:
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
             return LookupAnswer(0, [])
-        body = LookupRequest([chunk_id_text(chunk_id) for chunk_id in asked], list(exclude))
-        answer = self._http.decode(await self._http.call("POST", "/v1/lookup", body, timeout_s=timeout_s), LookupAnswer)
+        reply = await self._ask("/v1/lookup", asked, exclude, timeout_s)
+        answer = self._lookup_answer(reply)
         if answer.num_prefix > len(asked) or len(answer.holders) != answer.num_prefix:
             raise self._http.unusable("it does not fit the question")
         if any(holder.instance in exclude for holders in answer.holders for holder in holders):
             raise self._http.unusable("it names an excluded instance")
         return answer
 
-    async def route(self, chunk_ids: Sequence[bytes], *, timeout_s: float | None = None) -> RouteAnswer:
+    async def route(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> RouteAnswer:
         """Ask how long a prefix of these chunks each instance holds by itself.
 
         Args:
             chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
+            exclude: Instances that are not to be named. A service that is older names them all the same: they are taken out here.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
@@ -85,11 +90,44 @@ class LookupClient:
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
             return RouteAnswer([])
-        body = RouteRequest([chunk_id_text(chunk_id) for chunk_id in asked])
-        answer = self._http.decode(await self._http.call("POST", "/v1/route", body, timeout_s=timeout_s), RouteAnswer)
+        answer = self._formats.decode(await self._ask("/v1/route", asked, exclude, timeout_s), RouteAnswer)
         if any(entry.num_prefix > len(asked) for entry in answer.instances):
             raise self._http.unusable("it does not fit the question")
+        return RouteAnswer([entry for entry in answer.instances if entry.instance not in exclude], answer.degraded)
+
+    async def contains(self, chunk_ids: Sequence[bytes], exclude: Sequence[str] = (), *, timeout_s: float | None = None) -> ContainsAnswer:
+        """Ask of each of these chunks whether somebody holds it.
+
+        Args:
+            chunk_ids: 16 bytes each, at most 8192, in any order.
+            exclude: Instances whose holdings do not count.
+            timeout_s: Limit on this call instead of the client's.
+
+        Raises:
+            ValueError: There are more than 8192.
+            UnavailableError: The service did not answer, or refused, or is too old to know the question.
+        """
+        if len(chunk_ids) > MAX_CHUNKS_PER_LOOKUP:
+            raise ValueError(f"{len(chunk_ids)} chunks are more than {MAX_CHUNKS_PER_LOOKUP}: ask in parts")
+        if not chunk_ids:
+            return ContainsAnswer([])
+        answer = self._formats.decode(await self._ask("/v1/contains", chunk_ids, exclude, timeout_s), ContainsAnswer)
+        if len(answer.present) != len(chunk_ids):
+            raise self._http.unusable("it does not fit the question")
         return answer
+
+    async def locations(self, chunk_id: bytes, *, timeout_s: float | None = None) -> LocationsAnswer:
+        """Ask for everybody who holds one chunk.
+
+        Args:
+            chunk_id: 16 bytes.
+            timeout_s: Limit on this call instead of the client's.
+
+        Raises:
+            UnavailableError: The service did not answer, or refused, or is too old to know the question.
+        """
+        path = f"/v1/chunks/{chunk_id_text(chunk_id)}/locations"
+        return self._http.decode(await self._http.call("GET", path, timeout_s=timeout_s), LocationsAnswer)
 
     async def renew_instance(self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int) -> InstanceLease:
         """Take or renew an instance's lease.
@@ -133,7 +171,21 @@ class LookupClient:
                 is safe.
         """
         body = EventsRequest(validate_instance_id(instance_id), incarnation, first_sequence, list(events))
-        return self._http.decode(await self._http.call("POST", "/v1/events", body), EventsAck)
+        return self._formats.decode(await self._formats.ask("POST", "/v1/events", packed_events(body), lambda: body), EventsAck)
+
+    async def _ask(self, path: str, chunk_ids: Sequence[bytes], exclude: Sequence[str], timeout_s: float | None) -> Reply:
+        packed = PackedChunksRequest(pack_ids(chunk_ids), list(exclude))
+        return await self._formats.ask(
+            "POST", path, packed, lambda: ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids], list(exclude)), timeout_s=timeout_s
+        )
+
+    def _lookup_answer(self, reply: Reply) -> LookupAnswer:
+        if not is_packed(reply):
+            return self._formats.decode(reply, LookupAnswer)
+        try:
+            return self._formats.decode(reply, PackedLookupAnswer).unpack()
+        except ValueError as exc:
+            raise self._http.unusable(str(exc)) from exc
 
 
 def _instance_path(instance_id: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.keys import CHUNK_ID_BYTES
-from lmcache_core.security.names import INSTANCE_PATTERN
+from lmcache_core.security.names import INSTANCE_PATTERN, TENANT_PATTERN
 
 InstanceKind = Literal["sidecar", "storage"]
 EventOp = Literal["store", "remove"]
@@ -17,17 +17,29 @@ MAX_CHUNKS_PER_LOOKUP: Final = 8192
 MAX_HOLDERS_PER_CHUNK: Final = 16
 MAX_INSTANCES_PER_ANSWER: Final = 4096
 MAX_EVENTS_PER_BATCH: Final = 2048
+MAX_EXCLUDED: Final = 1024
+MAX_LOCATIONS: Final = 64
 MAX_INCARNATION: Final = (1 << 63) - 1
+MAX_SEQUENCE: Final = (1 << 53) - 1
 MAX_SIZE_BYTES: Final = 1 << 40
+MAX_TTL_MS: Final = 1 << 40
 TIER_PATTERN: Final = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
+NO_LINE_END: Final = r"(?!\n)"
+"""Ends our patterns: Python's `$` also matches before a line's end. JSON Schema's does not, so that a document leaves it out."""
 
 _TIER = re.compile(TIER_PATTERN)
 
-_InstanceText = Annotated[str, msgspec.Meta(pattern=f"^{INSTANCE_PATTERN}$", max_length=128)]
-_TierText = Annotated[str, msgspec.Meta(pattern=f"^{TIER_PATTERN}$", max_length=32)]
-_SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE_BYTES)]
-_Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
-_TtlMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
+ChunkIdText = Annotated[
+    str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$", min_length=32, max_length=32, description="A chunk id: 32 hex digits.")
+]
+ChunkIdTexts = Annotated[list[ChunkIdText], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
+InstanceText = Annotated[str, msgspec.Meta(pattern=f"^{INSTANCE_PATTERN}${NO_LINE_END}", max_length=128)]
+TenantText = Annotated[str, msgspec.Meta(pattern=f"^{TENANT_PATTERN}${NO_LINE_END}", max_length=63)]
+TierText = Annotated[str, msgspec.Meta(pattern=f"^{TIER_PATTERN}${NO_LINE_END}", max_length=32)]
+SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE_BYTES)]
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
+Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+TtlMs = Annotated[int, msgspec.Meta(gt=0, le=MAX_TTL_MS)]
 
 
 class Holding(NamedTuple):
@@ -47,13 +59,13 @@ class Holding(NamedTuple):
 
 
 class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A store or a removal, as `POST /v1/events` carries it."""
+    """A chunk came to a tier of the instance, or went. Without `tenant` it is one of the caller's tenant."""
 
     op: EventOp
-    chunk_id: str
-    tier: str
-    size_bytes: int = 0
-    tenant: str | None = None
+    chunk_id: ChunkIdText
+    tier: TierText
+    size_bytes: SizeBytes = 0
+    tenant: TenantText | None = None
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -66,10 +78,10 @@ class Holder(msgspec.Struct, frozen=True):
         size_bytes: Size of the record.
     """
 
-    instance: _InstanceText
+    instance: InstanceText
     kind: InstanceKind
-    tier: _TierText
-    size_bytes: _SizeBytes
+    tier: TierText
+    size_bytes: SizeBytes
 
 
 _HoldersOfChunk = Annotated[list[Holder], msgspec.Meta(min_length=1, max_length=MAX_HOLDERS_PER_CHUNK)]
@@ -92,7 +104,7 @@ class LookupAnswer(msgspec.Struct, frozen=True):
 class RouteEntry(msgspec.Struct, frozen=True):
     """How long a prefix one instance holds by itself."""
 
-    instance: _InstanceText
+    instance: InstanceText
     num_prefix: Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNKS_PER_LOOKUP)]
 
 
@@ -100,6 +112,20 @@ class RouteAnswer(msgspec.Struct, frozen=True):
     """Answer to a route request: instances that hold the first chunk, longest prefix first; `degraded` as in `LookupAnswer`."""
 
     instances: Annotated[list[RouteEntry], msgspec.Meta(max_length=MAX_INSTANCES_PER_ANSWER)]
+    degraded: bool = False
+
+
+class ContainsAnswer(msgspec.Struct, frozen=True):
+    """Answer to a batch contains: for each chunk that was asked about whether somebody holds it; `degraded` as in `LookupAnswer`."""
+
+    present: Annotated[list[bool], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
+    degraded: bool = False
+
+
+class LocationsAnswer(msgspec.Struct, frozen=True):
+    """Everybody who holds one chunk; `degraded` as in `LookupAnswer`."""
+
+    holders: Annotated[list[Holder], msgspec.Meta(max_length=MAX_LOCATIONS)]
     degraded: bool = False
 
 
@@ -112,46 +138,16 @@ class InstanceLease(msgspec.Struct, frozen=True):
         resync: The service wants a higher incarnation and everything from the beginning.
     """
 
-    ttl_ms: _TtlMs
-    next_sequence: _Sequence
+    ttl_ms: TtlMs
+    next_sequence: Sequence
     resync: bool
 
 
 class EventsAck(msgspec.Struct, frozen=True):
     """Answer to a batch of events; the fields are those of `InstanceLease`."""
 
-    next_sequence: _Sequence
+    next_sequence: Sequence
     resync: bool
-
-
-class LookupRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/lookup`."""
-
-    chunk_ids: list[str]
-    exclude: list[str]
-
-
-class RouteRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/route`."""
-
-    chunk_ids: list[str]
-
-
-class LeaseRequest(msgspec.Struct, frozen=True):
-    """Body of `PUT /v1/instances/{id}`."""
-
-    incarnation: int
-    kind: InstanceKind
-    ttl_ms: int
-
-
-class EventsRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/events`."""
-
-    instance: str
-    incarnation: int
-    first_sequence: int
-    events: list[StoreEvent]
 
 
 def chunk_id_text(chunk_id: bytes) -> str:

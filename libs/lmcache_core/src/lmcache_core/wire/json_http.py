@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, TypeVar
+from collections.abc import Mapping
+from typing import Final, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -20,6 +21,25 @@ MAX_SHOWN_CHARS: Final = 200
 class _Problem(msgspec.Struct):
     title: str = ""
     detail: str = ""
+
+
+class Reply(NamedTuple):
+    """An answer.
+
+    Attributes:
+        status: HTTP status.
+        content_type: As sent, "" for none.
+        data: Its body.
+    """
+
+    status: int
+    content_type: str
+    data: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is one of success."""
+        return 200 <= self.status < 300
 
 
 class JsonHttpClient:
@@ -92,22 +112,49 @@ class JsonHttpClient:
         Raises:
             UnavailableError: No answer in time, one that is too long, or a refusal.
         """
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        reply = await self.exchange(method, path, content, headers, timeout_s=timeout_s)
+        if reply.is_success or (absent_ok and reply.status == 404):
+            return reply.data
+        raise self.refused(reply)
+
+    async def exchange(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], *, timeout_s: float | None = None
+    ) -> Reply:
+        """Make one call with any body, and hand out any answer.
+
+        Args:
+            method: HTTP method.
+            path: Below the base URL.
+            content: The body, None for none.
+            headers: Beside those of every call, or instead of them.
+            timeout_s: Limit on this call instead of the client's.
+
+        Raises:
+            UnavailableError: No answer in time, or one that is too long.
+        """
         if self._client is None:
             raise UnavailableError(f"{self._name}: the client is not open")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"content-type": "application/json"}
         try:
             async with (
                 asyncio.timeout(limit_s),
-                self._client.stream(method, path, content=content, headers=headers, timeout=limit_s) as response,
+                self._client.stream(method, path, content=content, headers=dict(headers), timeout=limit_s) as response,
             ):
                 data = await self._read(response)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
             raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip()) from exc
-        if response.is_success or (absent_ok and response.status_code == 404):
-            return data
-        raise UnavailableError(f"{self._name}: status {response.status_code} {_reason(data)}".rstrip())
+        return Reply(response.status_code, response.headers.get("content-type", ""), data)
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit on each call that names none."""
+        return self._timeout_s
+
+    def refused(self, reply: Reply) -> UnavailableError:
+        """The error for an answer that is a refusal, with the reason that it gives."""
+        return UnavailableError(f"{self._name}: status {reply.status} {_reason(reply.data)}".rstrip())
 
     def decode(self, data: bytes, kind: type[T]) -> T:
         """Read an answer's body, checking every bound that `kind` states.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from lmcache_core.lookup import StoreEvent
+from lmcache_core.lookup.requests import EventsRequest, PackedEvent, PackedEventsRequest
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import PermissionDeniedError
 
-from lmcache_lookup.events.schemas import EventBody, EventsBody
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseState, LookupIndex
 from lmcache_lookup.metrics import LookupMetrics
 
@@ -22,22 +25,21 @@ class EventService:
         self._index = index
         self._metrics = metrics
 
-    async def take(self, caller: Principal, body: EventsBody) -> LeaseState:
+    async def take(self, caller: Principal, body: EventsRequest | PackedEventsRequest) -> LeaseState:
         """Take a batch.
 
         Raises:
             PermissionDeniedError: An event is in another tenant's namespace, and the caller's token has not the role `admin`.
             UnavailableError: The index is away; sending the batch again is safe.
         """
-        events = [_event_of(caller, event) for event in body.events]
+        told: Sequence[StoreEvent | PackedEvent] = body.events
+        events = [
+            IndexEvent(event.op, event.tenant or caller.tenant, chunk_id, event.tier, event.size_bytes)
+            for event, chunk_id in zip(told, body.ids, strict=True)
+        ]
+        if caller.role != "admin" and any(event.tenant != caller.tenant for event in events):
+            raise PermissionDeniedError("reporting for another tenant needs a token with the role admin")
         state = await self._index.apply(caller.tenant, EventBatch(body.instance, body.incarnation, body.first_sequence, events))
         self._metrics.resyncs.inc(state.resync)
         self._metrics.events.inc(0 if state.resync else len(events))
         return state
-
-
-def _event_of(caller: Principal, event: EventBody) -> IndexEvent:
-    tenant = event.tenant or caller.tenant
-    if tenant != caller.tenant and caller.role != "admin":
-        raise PermissionDeniedError("reporting for another tenant needs a token with the role admin")
-    return IndexEvent(event.op, tenant, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes)

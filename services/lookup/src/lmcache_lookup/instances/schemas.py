@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
-from lmcache_core.lookup import InstanceKind
-from pydantic import Field
+import msgspec
+from lmcache_core.lookup.messages import MAX_TTL_MS, Incarnation, InstanceKind, InstanceText, Sequence
+from lmcache_core.lookup.requests import LeaseRequest
 
-from lmcache_lookup.schemas import AnswerBody, Incarnation, RequestBody
+from lmcache_lookup.formats import Body
 
+MAX_LEASES: Final = 65_536
 
-class LeaseBody(RequestBody):
-    """What an instance says of itself; without `ttl_ms` it gets the service's default."""
-
-    incarnation: Incarnation
-    kind: InstanceKind
-    ttl_ms: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+LEASE: Final = Body(LeaseRequest, LeaseRequest)
 
 
-class LeaseAnswerBody(AnswerBody):
-    """The granted lease, and the event that is waited for."""
-
-    ttl_ms: int
-    next_sequence: int
-    resync: bool
-
-
-class InstanceBody(AnswerBody):
+class InstanceEntry(msgspec.Struct, frozen=True):
     """A live lease."""
 
-    instance: str
+    instance: InstanceText
     kind: InstanceKind
-    incarnation: int
-    next_sequence: int
-    expires_in_ms: int
+    incarnation: Incarnation
+    next_sequence: Sequence
+    expires_in_ms: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_MS)]
 
 
-class InstancesBody(AnswerBody):
+class InstancesAnswer(msgspec.Struct, frozen=True):
     """The live leases that tokens of the caller's tenant took."""
 
-    instances: list[InstanceBody]
+    instances: Annotated[list[InstanceEntry], msgspec.Meta(max_length=MAX_LEASES)]

@@ -1,36 +1,47 @@
-"""`POST /v1/lookup`, `POST /v1/route`."""
+"""`POST /v1/{lookup,route,contains}`, `GET /v1/chunks/{chunk_id}/locations`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from lmcache_core.lookup.messages import ContainsAnswer, LocationsAnswer, LookupAnswer, RouteAnswer
+from lmcache_core.lookup.requests import JSON
+from lmcache_core.lookup.runs import PackedLookupAnswer
 from lmcache_servicekit.auth import ClientPrincipal
 
 from lmcache_lookup.dependencies import Lookup
-from lmcache_lookup.lookup.schemas import LookupAnswerBody, LookupBody, RouteAnswerBody, RouteBody
+from lmcache_lookup.formats import answered, packed_answer, wants_packed
+from lmcache_lookup.lookup.plain import plain_json
+from lmcache_lookup.lookup.schemas import CHUNKS
+from lmcache_lookup.openapi import documented
+from lmcache_lookup.schemas import ChunkIdInPath
 
 router = APIRouter(prefix="/v1", tags=["lookup"])
 
-# Documentation only: answers may hold thousands of holders, and are encoded without going through a model.
-_LOOKUP_ANSWER: dict[int | str, dict[str, Any]] = {200: {"model": LookupAnswerBody}}
-_ROUTE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"model": RouteAnswerBody}}
 
-
-@router.post(
-    "/lookup", summary="Longest cached prefix and who holds it", responses={200: {"model": LookupAnswerBody}}, response_class=Response
-)
-async def lookup(body: LookupBody, caller: ClientPrincipal, service: Lookup) -> Response:
+@router.post("/lookup", summary="Longest cached prefix and who holds it", **documented(CHUNKS, LookupAnswer, PackedLookupAnswer))
+async def lookup(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
     """Answers up to 8192 chunks in one round trip; without the index the answer is empty and `degraded`."""
-    answer = await service.lookup(caller.tenant, [bytes.fromhex(text) for text in body.chunk_ids], body.exclude)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    packed = wants_packed(request)
+    body = await CHUNKS.read(request)
+    answer = await service.lookup(caller.tenant, body.ids, body.exclude)
+    return packed_answer(answer) if packed else Response(plain_json(answer), media_type=JSON)
 
 
-@router.post(
-    "/route", summary="Longest prefix that each instance holds", responses={200: {"model": RouteAnswerBody}}, response_class=Response
-)
-async def route(body: RouteBody, caller: ClientPrincipal, service: Lookup) -> Response:
+@router.post("/route", summary="Longest prefix that each instance holds", **documented(CHUNKS, RouteAnswer))
+async def route(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
     """For routers that send a request to the engine which has most of its prefix."""
-    answer = await service.route(caller.tenant, [bytes.fromhex(text) for text in body.chunk_ids])
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    body = await CHUNKS.read(request)
+    return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
+
+
+@router.post("/contains", summary="Which of these chunks somebody holds", **documented(CHUNKS, ContainsAnswer))
+async def contains(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
+    """Each chunk by itself, wherever it stands."""
+    body = await CHUNKS.read(request)
+    return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
+
+
+@router.get("/chunks/{chunk_id}/locations", summary="Everybody who holds a chunk", **documented(answer=LocationsAnswer))
+async def locations(request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Lookup) -> Response:
+    """An empty list where nobody is known to hold it."""
+    return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))

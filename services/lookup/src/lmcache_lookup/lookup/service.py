@@ -1,4 +1,4 @@
-"""Answers questions about prefixes; without the index the answer is "nothing known", never an error."""
+"""Answers questions about chunks; without the index the answer is "nothing known", never an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.lookup import MAX_HOLDERS_PER_CHUNK, Holder, LookupAnswer, RouteAnswer, RouteEntry
+from lmcache_core.lookup import ContainsAnswer, Holder, LocationsAnswer, RouteAnswer, RouteEntry
+from lmcache_core.lookup.messages import MAX_LOCATIONS
+from lmcache_core.lookup.runs import HolderRun, PackedLookupAnswer, pack_run
 
 from lmcache_lookup.index import LookupIndex
 from lmcache_lookup.metrics import LookupMetrics
@@ -29,42 +31,82 @@ class LookupService:
         self._index = index
         self._metrics = metrics
 
-    async def lookup(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> LookupAnswer:
+    async def lookup(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> PackedLookupAnswer:
         """The longest prefix of `chunk_ids` that instances outside `exclude` hold, at most 16 holders for each chunk."""
         found = await self._holders(tenant, chunk_ids)
         if found is None:
-            return LookupAnswer(0, [], degraded=True)
+            return PackedLookupAnswer(0, [], degraded=True)
         excluded = frozenset(exclude)
-        prefix: list[list[Holder]] = []
-        for holders in found:
-            others = [holder for holder in holders if holder.instance not in excluded]
+        runs: list[HolderRun] = []
+        num_prefix = 0
+        for holders, num_chunks in _runs(found):
+            others = _without(holders, excluded)
             if not others:
                 break
-            prefix.append(others[:MAX_HOLDERS_PER_CHUNK])
-        self._metrics.found_chunks.inc(len(prefix))
-        return LookupAnswer(len(prefix), prefix)
+            runs.append(pack_run(num_chunks, others))
+            num_prefix += num_chunks
+        self._metrics.found_chunks.inc(num_prefix)
+        return PackedLookupAnswer(num_prefix, runs)
 
-    async def route(self, tenant: str, chunk_ids: Sequence[bytes]) -> RouteAnswer:
+    async def route(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> RouteAnswer:
         """For each instance that holds the first chunk, how long a prefix it holds without anybody's help."""
         found = await self._holders(tenant, chunk_ids)
         if found is None:
             return RouteAnswer([], degraded=True)
         lengths: dict[str, int] = {}
-        running: set[str] = set()
-        for place, holders in enumerate(found):
+        running: set[str] | None = None
+        place = 0
+        for holders, num_chunks in _runs(found):
             here = {holder.instance for holder in holders}
-            running = here if place == 0 else running & here
+            running = here.difference(exclude) if running is None else running & here
             if not running:
                 break
-            lengths.update(dict.fromkeys(running, place + 1))
+            place += num_chunks
+            lengths.update(dict.fromkeys(running, place))
         longest_first = sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
         return RouteAnswer([RouteEntry(instance, length) for instance, length in longest_first[:MAX_ROUTED_INSTANCES]])
+
+    async def contains(self, tenant: str, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> ContainsAnswer:
+        """For each of `chunk_ids`, wherever it stands, whether an instance outside `exclude` holds it."""
+        found = await self._holders(tenant, chunk_ids)
+        if found is None:
+            return ContainsAnswer([False] * len(chunk_ids), degraded=True)
+        excluded = frozenset(exclude)
+        present: list[bool] = []
+        for holders, num_chunks in _runs(found):
+            present += [bool(_without(holders, excluded))] * num_chunks
+        self._metrics.found_chunks.inc(sum(present))
+        return ContainsAnswer(present)
+
+    async def locations(self, tenant: str, chunk_id: bytes) -> LocationsAnswer:
+        """Everybody who holds one chunk."""
+        found = await self._holders(tenant, [chunk_id])
+        if found is None:
+            return LocationsAnswer([], degraded=True)
+        self._metrics.found_chunks.inc(bool(found[0]))
+        return LocationsAnswer(list(found[0][:MAX_LOCATIONS]))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]] | None:
         self._metrics.requested_chunks.inc(len(chunk_ids))
         try:
             return await self._index.holders(tenant, chunk_ids)
         except UnavailableError as exc:
-            logger.debug("lookup answered without the index: %s", exc)
+            logger.debug("answered without the index: %s", exc)
             self._metrics.degraded_answers.inc()
             return None
+
+
+def _runs(found: Sequence[list[Holder]]) -> list[tuple[list[Holder], int]]:
+    """Lists of holders, and of how many chunks in a row each is: the chunks of a prompt mostly have the same holders."""
+    runs: list[tuple[list[Holder], int]] = []
+    begin = 0
+    for place in range(1, len(found) + 1):
+        # An index may give the same object to equal chunks: that is quick to see.
+        if place == len(found) or (found[place] is not found[begin] and found[place] != found[begin]):
+            runs.append((found[begin], place - begin))
+            begin = place
+    return runs
+
+
+def _without(holders: Sequence[Holder], excluded: frozenset[str]) -> list[Holder]:
+    return [holder for holder in holders if holder.instance not in excluded]

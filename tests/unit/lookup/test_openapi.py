@@ -1,0 +1,69 @@
+"""The OpenAPI document says what the types say that read and write bodies."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from lmcache_core.lookup.requests import JSON, MSGPACK, ChunksRequest
+from lmcache_core.lookup.runs import PackedLookupAnswer
+from lmcache_lookup.app import BODIES, create_app
+from lmcache_lookup.settings import LookupSettings
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app(LookupSettings()).openapi()
+
+
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        node = list(node.values())
+    if isinstance(node, list):
+        for item in node:
+            yield from references(item)
+
+
+def test_every_reference_leads_somewhere_and_every_schema_is_used(document: dict[str, Any]) -> None:
+    named = {text.removeprefix("#/components/schemas/") for text in references(document)}
+    assert named == set(document["components"]["schemas"])
+
+
+def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -> None:
+    for kind in BODIES:
+        schema = document["components"]["schemas"][kind.__name__]
+        fields = msgspec.structs.fields(kind)
+        assert schema["description"] == inspect.getdoc(kind)
+        assert set(schema["properties"]) == {field.encode_name for field in fields}
+        assert set(schema.get("required", [])) == {field.encode_name for field in fields if field.required}
+
+
+def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) -> None:
+    num_bodies = 0
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            contents = [operation.get("requestBody", {}).get("content"), operation["responses"].get("200", {}).get("content")]
+            for content in contents if path.startswith("/v1") else []:
+                assert content is None or set(content) == {JSON, MSGPACK}
+                num_bodies += content is not None
+    assert num_bodies == 6 + 10
+
+
+def test_lookups_are_described_by_the_types_that_are_used(document: dict[str, Any]) -> None:
+    lookup = document["paths"]["/v1/lookup"]["post"]
+    assert lookup["requestBody"]["content"][JSON]["schema"] == {"$ref": f"#/components/schemas/{ChunksRequest.__name__}"}
+    assert lookup["responses"]["200"]["content"][MSGPACK]["schema"] == {"$ref": f"#/components/schemas/{PackedLookupAnswer.__name__}"}
+
+
+def test_patterns_and_bytes_are_those_of_the_formats(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert schemas["PackedChunksRequest"]["properties"]["chunk_ids"]["format"] == "binary"
+    text = msgspec.json.encode(schemas).decode()
+    assert "contentEncoding" not in text
+    assert not re.search(r"\(\?!", text)
