@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 
 import httpx
@@ -21,7 +22,7 @@ from lmcache_core.lookup.messages import (
 )
 from lmcache_core.lookup.requests import ChunksRequest, EventsRequest, LeaseRequest, PackedChunksRequest, pack_ids, packed_events
 from lmcache_core.lookup.runs import PackedLookupAnswer
-from lmcache_core.security.names import validate_instance_id
+from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient, Reply
 
 
@@ -35,15 +36,22 @@ class LookupClient:
         token: Bearer token, or None where the service takes anyone.
         timeout_s: Limit on each call, from connecting to the last byte.
         transport: Replaces the network in tests.
+        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
 
     Raises:
         ConfigError: `base_url` is not of that form.
     """
 
     def __init__(
-        self, base_url: str, token: str | None = None, timeout_s: float = 1.0, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        token: ShownToken = None,
+        timeout_s: float = 1.0,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._http = JsonHttpClient("lookup", base_url, token, timeout_s, transport=transport)
+        self._http = JsonHttpClient("lookup", base_url, token, timeout_s, transport=transport, tls=tls)
         self._formats = FormatChooser(self._http)
 
     async def open(self) -> None:

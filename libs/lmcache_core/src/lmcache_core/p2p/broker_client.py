@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 
 import httpx
@@ -22,7 +23,7 @@ from lmcache_core.p2p.messages import (
     TransferResponse,
     WireAssignment,
 )
-from lmcache_core.security.names import validate_instance_id
+from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient
 
 
@@ -34,13 +35,22 @@ class BrokerClient:
         token: Bearer token, or None where the broker takes anyone.
         timeout_s: Limit on each call, from connecting to the last byte.
         transport: Replaces the network in tests.
+        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
 
     Raises:
         ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
     """
 
-    def __init__(self, base_url: str, token: str | None, timeout_s: float, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._http = JsonHttpClient("broker", base_url, token, timeout_s, transport=transport)
+    def __init__(
+        self,
+        base_url: str,
+        token: ShownToken,
+        timeout_s: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._http = JsonHttpClient("broker", base_url, token, timeout_s, transport=transport, tls=tls)
 
     async def open(self) -> None:
         """Make the connection pool. Connects to nothing yet."""

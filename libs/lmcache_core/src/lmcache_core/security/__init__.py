@@ -4,11 +4,12 @@ from lmcache_core.security.names import validate_instance_id, validate_tenant
 from lmcache_core.security.rate_limit import RateLimiter
 from lmcache_core.security.ticket_keys import parse_ticket_keys, read_ticket_keys
 from lmcache_core.security.tickets import Ticket, TicketSigner, TicketVerifier, unix_ms
-from lmcache_core.security.tls import TlsFiles, client_context, no_context, server_context
+from lmcache_core.security.tls import ClientTls, TlsFiles, client_context, no_context, server_context
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
 from lmcache_core.security.tokens import Principal, Role, TokenTable
 
 __all__ = [
+    "ClientTls",
     "Principal",
     "RateLimiter",
     "Role",

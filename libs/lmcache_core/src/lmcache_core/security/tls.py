@@ -36,6 +36,19 @@ class TlsFiles:
         return [path for path in (self.cert_file, self.key_file, self.ca_file) if path is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a client of lm+tls:// sees to its connections.
+
+    Attributes:
+        context: Whom it trusts, and what it shows.
+        name: What the servers' certificates name; None: the host that was connected to.
+    """
+
+    context: ssl.SSLContext
+    name: str | None = None
+
+
 class ReloadingContext(ssl.SSLContext):
     """Hands each new connection to a context with what the files hold now, as far as that is good; standing connections keep theirs.
 

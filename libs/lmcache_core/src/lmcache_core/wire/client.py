@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.security import ShownToken, token_text
+from lmcache_core.security import ClientTls, ShownToken, token_text
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
@@ -37,8 +36,7 @@ class ClientOptions:
         name: This client, for the server's logs and for tickets.
         tier: Name that chunks from here carry.
         accepts: Which records the server may send.
-        tls: Encrypts and checks the server; None: neither.
-        tls_name: What the server's certificate must name, where that is not the host.
+        tls: Encrypts, and checks the server; None: neither.
     """
 
     timeout_s: float = 5.0
@@ -49,8 +47,7 @@ class ClientOptions:
     name: str = ""
     tier: str = "RemoteBackend"
     accepts: Accepts = ONLY_LOSSLESS
-    tls: ssl.SSLContext | None = None
-    tls_name: str | None = None
+    tls: ClientTls | None = None
 
 
 class LmClient:
@@ -237,10 +234,12 @@ class LmClient:
             attempt.exception()  # seen, though perhaps nobody waits for it any more
 
     async def _open_stream(self) -> FrameStream:
-        options = self._options
-        name = None if options.tls is None else options.tls_name or self._host
-        loop = asyncio.get_running_loop()
-        _, stream = await loop.create_connection(FrameStream, self._host, self._port, ssl=options.tls, server_hostname=name)
+        loop, tls = asyncio.get_running_loop(), self._options.tls
+        if tls is None:
+            _, stream = await loop.create_connection(FrameStream, self._host, self._port)
+        else:
+            name = tls.name or self._host
+            _, stream = await loop.create_connection(FrameStream, self._host, self._port, ssl=tls.context, server_hostname=name)
         return stream
 
     async def _open_connection(self) -> ClientConnection:

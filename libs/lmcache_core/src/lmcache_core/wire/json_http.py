@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeVar
 
@@ -10,6 +11,8 @@ import httpx
 import msgspec
 
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.security import ShownToken
+from lmcache_core.wire.bearer import BearerAuth, context_for
 
 T = TypeVar("T")
 
@@ -48,18 +51,26 @@ class JsonHttpClient:
     Args:
         service: What it is called in errors, for example `lookup`.
         base_url: `http://host:port` or `https://host:port`, without credentials.
-        token: Bearer token, or None where the service takes anyone.
+        token: Bearer token, or None where the service takes anyone; one from a file is read again when it changes.
         timeout_s: Limit on each call that names none, from connecting to the last byte.
         transport: Replaces the network in tests.
+        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
 
     Raises:
         ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
     """
 
     def __init__(
-        self, service: str, base_url: str, token: str | None, timeout_s: float, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        service: str,
+        base_url: str,
+        token: ShownToken,
+        timeout_s: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+        if isinstance(token, str) and not (token.isascii() and token.isprintable() and token and " " not in token):
             # Here and not in the HTTP library, whose complaint would quote the token.
             raise ConfigError(
                 f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
@@ -69,6 +80,7 @@ class JsonHttpClient:
         self._token = token
         self._timeout_s = timeout_s
         self._transport = transport
+        self._tls = context_for(base_url, tls)
         self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
@@ -77,14 +89,14 @@ class JsonHttpClient:
             return
         # identity: a compressed answer could grow past its bound. trust_env: a proxy for the internet is no way to a peer.
         headers = {"accept": "application/json", "accept-encoding": "identity"}
-        if self._token is not None:
-            headers["authorization"] = f"Bearer {self._token}"
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
             headers=headers,
+            auth=BearerAuth(self._token),
             timeout=self._timeout_s,
             limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
             transport=self._transport,
+            verify=self._tls,
             trust_env=False,
         )
 

@@ -21,6 +21,7 @@ from lmcache_core.record import (
     decode_prefix,
     verify_payload,
 )
+from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
 REMOTE_TIER = "RemoteBackend"
@@ -33,16 +34,18 @@ class RemoteOptions:
     """Options of every remote tier.
 
     Attributes:
-        token: Bearer token, where the protocol has one.
+        token: Bearer token, where the protocol has one; one from a file is read again when it changes.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
         accepts: Which records the server may send, where the protocol can say it.
+        tls: Whom to trust and what to show where the URL says TLS; None: who is trusted on this machine.
     """
 
-    token: str | None = field(default=None, repr=False)
+    token: ShownToken = field(default=None, repr=False)
     timeout_s: float = DEFAULT_TIMEOUT_S
     client_name: str = "lmcache"
     accepts: Accepts = ONLY_LOSSLESS
+    tls: ClientTls | None = None
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteO
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
+from lmcache_core.wire.bearer import BearerAuth, context_for
 
 RECORD_TYPE = "application/vnd.lmcache.record"
 ACCEPT_HEADER = "LMCache-Accept"
@@ -75,15 +76,17 @@ class HttpBackend(StorageBackend):
         headers = {"User-Agent": self._options.client_name, "Accept-Encoding": "identity"}
         if not self._options.accepts.lossy:
             headers[ACCEPT_HEADER] = ACCEPT_LOSSLESS
-        if self._options.token is not None:
-            headers["Authorization"] = f"Bearer {self._options.token}"
+        configured = self._options.tls
+        tls = context_for(self._base_url, None if configured is None else configured.context)
         try:
             self._client = httpx.AsyncClient(
                 base_url=self._base_url,
                 headers=headers,
+                auth=BearerAuth(self._options.token),
                 timeout=self._options.timeout_s,
                 limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
                 transport=self._transport,
+                verify=tls,
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as exc:
