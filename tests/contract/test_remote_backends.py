@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -162,6 +163,32 @@ class TestLm(SharedServerSuite):
         store = MemoryStore()
         async with serving(store) as server:
             yield LmUnderTest(store, server.port)
+
+
+class ReplicasUnderTest(BackendUnderTest):
+    """Three servers behind one URL."""
+
+    def __init__(self, stores: list[MemoryStore], ports: list[int]) -> None:
+        self._stores = stores
+        self.backend = create_remote_backend("lm://" + ",".join(f"127.0.0.1:{port}" for port in ports), timeout_s=10)
+
+    def raw_set(self, key: ChunkKey, record: bytes) -> None:
+        for store in self._stores:
+            store.tampered[key] = record
+
+    def raw_get(self, key: ChunkKey) -> bytes | None:
+        chunks = [store.chunks[key] for store in self._stores if key in store.chunks]
+        assert len(chunks) <= 1, "a chunk is at one server"
+        return chunks[0].head + bytes(chunks[0].memory.byte_array) if chunks else None
+
+
+class TestLmReplicas(SharedServerSuite):
+    @pytest_asyncio.fixture
+    async def under_test(self) -> AsyncIterator[ReplicasUnderTest]:
+        async with AsyncExitStack() as exits:
+            stores = [MemoryStore() for _ in range(3)]
+            servers = [await exits.enter_async_context(serving(store)) for store in stores]
+            yield ReplicasUnderTest(stores, [server.port for server in servers])
 
 
 class FileUnderTest(BackendUnderTest):

@@ -13,6 +13,7 @@ from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
+from lmcache_core.storage.remote.replicas import ReplicatedBackend
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,9 @@ from lmcache_core.storage.remote.redis import RedisBackend
         ("lm://localhost:65432", LmBackend),
         ("lm://localhost", LmBackend),
         ("lm://[::1]:7000/", LmBackend),
+        ("lm://10.0.0.1", LmBackend),
+        ("lm://cache-storage", ReplicatedBackend),
+        ("lm://10.0.0.1,10.0.0.2:7000", ReplicatedBackend),
         ("redis://localhost:6379", RedisBackend),
         ("redis://user:secret@localhost:6379/2?ttl_s=60", RedisBackend),
         ("rediss://localhost", RedisBackend),

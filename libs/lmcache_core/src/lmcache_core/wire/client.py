@@ -74,11 +74,17 @@ class LmClient:
         self._connection: ClientConnection | None = None
         self._attempt: asyncio.Task[ClientConnection] | None = None
         self._is_closed = False
+        self._server: str | None = None
 
     @property
     def is_connected(self) -> bool:
         """Whether a connection stands right now."""
         return self._connection is not None and self._connection.is_open
+
+    @property
+    def server(self) -> str | None:
+        """What the server called itself when it was last reached; None before."""
+        return self._server
 
     async def ping(self, timeout_s: float | None = None) -> None:
         """Ask for a sign of life."""
@@ -260,6 +266,7 @@ class LmClient:
             raise
         self._backoff.succeeded()
         self._connection = connection
+        self._server = connection.server
         return connection
 
     async def _drop_connection(self) -> None:

@@ -65,6 +65,11 @@ class ClientConnection:
     Args:
         stream: A fresh connection.
         name: Address of the server, for messages.
+
+    Attributes:
+        max_batch: Most keys in one request.
+        server: What the server calls itself.
+        capabilities: Those that it heeds.
     """
 
     def __init__(self, stream: FrameStream, name: str) -> None:
@@ -76,6 +81,8 @@ class ClientConnection:
         self._incoming: IncomingRecord | None = None
         self._reader: asyncio.Task[None] | None = None
         self.max_batch = 1
+        self.server = ""
+        self.capabilities: frozenset[str] = frozenset()
 
     @property
     def is_open(self) -> bool:
@@ -106,6 +113,8 @@ class ClientConnection:
         if not VERSION_MIN <= answer.version <= VERSION_MAX:
             raise VersionError(f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to {VERSION_MAX}")
         self.max_batch = answer.max_batch
+        self.server = answer.server
+        self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
 
     async def start(

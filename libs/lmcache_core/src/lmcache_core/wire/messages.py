@@ -27,6 +27,8 @@ MAX_TICKET_CHARS = 4096
 MAX_NAME_CHARS = 128
 MAX_CAPABILITIES = 32
 MAX_ERROR_CHARS = 512
+ANY_SERVER = "lmcache"
+"""What a server calls itself that has no name of its own."""
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _Names = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
@@ -77,7 +79,7 @@ class HelloOk(Message, frozen=True, array_like=True):
     Attributes:
         version: Version that both speak from here on.
         capabilities: Those of the client's that the server has too.
-        server: Name of the server, for logs.
+        server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Most keys in one request.
     """
 

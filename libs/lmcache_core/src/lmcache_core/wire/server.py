@@ -10,7 +10,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.goodbye import end, say_goodbye
-from lmcache_core.wire.messages import ErrorCode, ErrorMessage
+from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
 from lmcache_core.wire.served import Authenticate, ServedStore, ServerLimits, Service, VerifyTicket
 from lmcache_core.wire.session import Session
 from lmcache_core.wire.stream import FrameStream
@@ -30,6 +30,7 @@ class LmServer:
         port: 0 takes a free one; see `port`.
         verify_ticket: Checks tickets, for example `TicketVerifier.verify`; with it, connections without a token may GET by ticket.
         limits: Bounds of what clients can do.
+        name: What HELLO_OK calls this server: clients of several servers tell them apart by it.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class LmServer:
         port: int = 0,
         verify_ticket: VerifyTicket | None = None,
         limits: ServerLimits | None = None,
+        name: str = ANY_SERVER,
     ) -> None:
-        self._service = Service(store, authenticate, verify_ticket, limits or ServerLimits(), "lmcache", SparseLog(logger))
+        self._service = Service(store, authenticate, verify_ticket, limits or ServerLimits(), name, SparseLog(logger))
         self._host = host
         self._wanted_port = port
         self._listener: asyncio.Server | None = None

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, RemoteOptions
+from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
-__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "RemoteOptions", "create_remote_backend"]
+__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "Locate", "RemoteOptions", "create_remote_backend"]
 
 _MODULES = MappingProxyType(
     {
@@ -35,17 +35,19 @@ def create_remote_backend(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     client_name: str = "lmcache",
     accepts: Accepts = ONLY_LOSSLESS,
+    locate: Locate | None = None,
 ) -> StorageBackend:
     """The tier behind that URL, not opened.
 
     Args:
-        url: `lm://host:port`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
+        url: `lm://host:port[,host:port…]`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
             `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`,
             `file:///directory`, which exists and is shared by all who name it.
         token: Bearer token for lm and http.
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
         accepts: Which records the server may send, where the protocol can say it; by default only those without loss.
+        locate: Knows where chunks are that are not at home, for lm:// with several servers.
 
     Raises:
         ConfigError: The URL is not one of these, or its client library is not installed.
@@ -57,7 +59,7 @@ def create_remote_backend(
         module = importlib.import_module(_MODULES[scheme])
     except ModuleNotFoundError as exc:
         raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
-    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts))
+    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate))
     return backend
 
 

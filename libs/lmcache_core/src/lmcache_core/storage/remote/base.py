@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_core.errors import RecordError
@@ -28,6 +28,9 @@ REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
 INLINE_VERIFY_BYTES = 1 << 20
 
+Locate = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[Sequence[str]]]]
+"""Tells the names of the servers that hold each chunk, as far as somebody knows it, such as lookup; may raise `UnavailableError`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
@@ -38,6 +41,7 @@ class RemoteOptions:
         timeout_s: Deadline of a call.
         client_name: This process, for the server's logs.
         accepts: Which records the server may send, where the protocol can say it.
+        locate: Knows where chunks are that are not at home, where there are several servers.
         tls: Whom to trust and what to show where the URL says TLS; None: who is trusted on this machine.
     """
 
@@ -45,6 +49,7 @@ class RemoteOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     client_name: str = "lmcache"
     accepts: Accepts = ONLY_LOSSLESS
+    locate: Locate | None = None
     tls: ClientTls | None = None
 
 

@@ -4,39 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
-from urllib.parse import urlsplit
 
-from lmcache_core.errors import AuthenticationError, ConfigError, ProtocolError, UnavailableError
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote.addresses import Resolver, hosts_of, is_literal
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
+from lmcache_core.storage.remote.members import Members
+from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.wire.client import DEFAULT_PORT, ClientOptions, LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
+
+THIS_MACHINE = "localhost"
 
 T = TypeVar("T")
 
 
-def create(url: str, options: RemoteOptions) -> LmBackend:
-    """The backend for an `lm://host[:port]` URL.
+def create(url: str, options: RemoteOptions) -> StorageBackend:
+    """The backend for `lm://host[:port]`, or for several hosts with commas.
+
+    A host that is a name stands for all the servers that it leads to, found again and again.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: It is no such URL.
     """
-    parts = urlsplit(url)
-    try:
-        port = parts.port or DEFAULT_PORT
-    except ValueError as exc:
-        raise ConfigError(f"remote url {url!r}: {exc}") from exc
-    if not parts.hostname or parts.path not in ("", "/") or parts.query or parts.username or parts.password:
-        raise ConfigError(f"remote url {parts.scheme}://{parts.hostname}: must be lm://host:port, and the token an option of its own")
-    client = LmClient(
-        parts.hostname,
-        port,
-        options.token,
-        ClientOptions(timeout_s=options.timeout_s, name=options.client_name, tier=REMOTE_TIER, accepts=options.accepts),
-    )
-    return LmBackend(client)
+    hosts = hosts_of(url)
+
+    def client(host: str, port: int) -> LmClient:
+        behaviour = ClientOptions(timeout_s=options.timeout_s, name=options.client_name, tier=REMOTE_TIER, accepts=options.accepts)
+        return LmClient(host, port, options.token, behaviour)
+
+    if len(hosts) == 1 and (is_literal(hosts[0][0]) or hosts[0][0] == THIS_MACHINE):
+        return LmBackend(client(*hosts[0]))
+    return ReplicatedBackend(Members(Resolver(hosts), client, url), options.timeout_s, options.locate)
 
 
 class LmBackend(StorageBackend):

@@ -1,0 +1,267 @@
+"""Several servers as one tier: where chunks go, and where they are found when servers come, go, fall silent or take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.storage.remote.base import Locate
+from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.rendezvous import home, ranked
+from lmcache_core.storage.remote.replicas import ReplicatedBackend
+from lmcache_core.testing.backend_suite import Arena, payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import ClientOptions, LmClient, LmServer
+
+from tests.fixtures.wire import MemoryStore, serving
+
+KEYS = [make_key(i) for i in range(40)]
+
+
+class Server(MemoryStore):
+    """A store with a name; it may take nothing."""
+
+    takes = True
+
+    def allocate(self, num_bytes: int) -> MemoryObj | None:
+        return super().allocate(num_bytes) if self.takes else None
+
+
+class Cluster:
+    """Servers that come and go, and a tier over them."""
+
+    def __init__(self, exits: AsyncExitStack, locate: Locate | None, timeout_s: float) -> None:
+        self._exits = exits
+        self._timeout_s = timeout_s
+        self.stores: dict[str, Server] = {}
+        self.addresses: dict[str, Address] = {}
+        self._servers: dict[str, LmServer] = {}
+        self.members = Members(self._find, self._client, "test")
+        self.tier = ReplicatedBackend(self.members, timeout_s, locate)
+        self.arena = Arena()
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.stores[name] = Server()
+            self._servers[name] = await self._exits.enter_async_context(serving(self.stores[name], name=name))
+            self.addresses[name] = ("127.0.0.1", self._servers[name].port)
+        await self.members.refresh()
+
+    async def stop(self, name: str) -> None:
+        await self._servers[name].close()
+
+    def where(self, key: ChunkKey) -> list[str]:
+        return [name for name, store in self.stores.items() if key in store.chunks]
+
+    async def put(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self.tier.batched_put([make_chunk(KEYS.index(key)) for key in keys])
+
+    async def got(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bytes | MissReason]:
+        return [payload_of(result) for result in await self.tier.batched_get(keys, self.arena, timeout_s)]
+
+    async def _find(self) -> list[Address]:
+        return list(self.addresses.values())
+
+    def _client(self, host: str, port: int) -> LmClient:
+        return LmClient(host, port, options=ClientOptions(timeout_s=self._timeout_s, backoff_initial_s=0.01, backoff_cap_s=0.01))
+
+
+@asynccontextmanager
+async def cluster(*names: str, locate: Locate | None = None, timeout_s: float = 5.0) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as exits:
+        made = Cluster(exits, locate, timeout_s)
+        await made.tier.open()
+        exits.push_async_callback(made.tier.close)
+        await made.start(*names)
+        yield made
+    assert made.arena.allocator.used_bytes == 0, "a reference was not given back"
+
+
+def payloads(keys: Sequence[ChunkKey]) -> list[bytes]:
+    return [make_payload(KEYS.index(key)) for key in keys]
+
+
+async def test_each_chunk_is_put_at_its_home() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        assert all(await made.put(KEYS))
+        for key in KEYS:
+            assert made.where(key) == [home(["s-0", "s-1", "s-2"], key.key.chunk_id())]
+        assert await made.got(KEYS) == payloads(KEYS)
+        assert made.tier.stats()["found_elsewhere_chunks"] == 0
+        assert made.tier.stats()["num_replicas"] == 3
+
+
+async def test_what_lies_at_old_homes_is_found_when_servers_come() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS)
+        await made.start("s-2", "s-3")
+        assert await made.tier.batched_contains([*KEYS, make_key("never")]) == [True] * len(KEYS) + [False]
+        assert await made.got(KEYS) == payloads(KEYS)
+        assert made.tier.stats()["found_elsewhere_chunks"] == 0  # contains had told where they are
+        assert await made.got([make_key("never")]) == [MissReason.NEVER_STORED]
+
+
+async def test_a_get_alone_finds_them_too_and_remembers() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS)
+        await made.start("s-2", "s-3")
+        assert await made.got(KEYS) == payloads(KEYS)
+        num_elsewhere = made.tier.stats()["found_elsewhere_chunks"]
+        assert num_elsewhere > 5
+        assert await made.got(KEYS) == payloads(KEYS)
+        assert made.tier.stats()["found_elsewhere_chunks"] == num_elsewhere
+
+
+async def test_what_has_moved_since_is_found_again() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        await made.put(KEYS)
+        for key in KEYS:
+            was_at = made.where(key)[0]
+            _, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[second].chunks[key] = made.stores[was_at].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)
+        for key in KEYS:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[first].chunks[key] = made.stores[second].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)
+        for store in made.stores.values():  # references lie where their memory is not
+            for chunk in store.chunks.values():
+                chunk.release()
+            store.chunks.clear()
+
+
+async def test_one_that_is_away_costs_its_own_chunks_only_and_its_work_goes_to_the_second_choice() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        await made.put(KEYS[:20])
+        await made.stop("s-1")
+        expected = [MissReason.UNAVAILABLE if made.where(key) == ["s-1"] else make_payload(KEYS.index(key)) for key in KEYS[:20]]
+        got = await made.got(KEYS[:20])
+        assert [part if isinstance(part, bytes) else MissReason.UNAVAILABLE for part in got] == expected
+        assert any(isinstance(part, MissReason) for part in got)
+        assert all(await made.put(KEYS[20:]))
+        assert await made.got(KEYS[20:]) == payloads(KEYS[20:])
+        for key in KEYS[20:]:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            assert made.where(key) == [second if first == "s-1" else first]
+        assert made.tier.stats()["num_replicas_away"] == 1
+
+
+async def test_what_one_refuses_goes_to_the_second_choice() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        made.stores["s-2"].takes = False
+        assert all(await made.put(KEYS))
+        assert not made.stores["s-2"].chunks
+        assert await made.got(KEYS) == payloads(KEYS)
+        for store in made.stores.values():
+            store.takes = False
+        assert await made.tier.batched_put([make_chunk("new")]) == [False]
+
+
+async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then() -> None:
+    async with cluster("s-0", "s-1", timeout_s=0.3) as made:
+        await made.put(KEYS)
+        made.stores["s-0"].gate = asyncio.Event()
+        now = asyncio.get_running_loop().time
+        first = await made.got(KEYS)
+        assert {part for part in first if isinstance(part, MissReason)} == {MissReason.DEADLINE}
+        began = now()
+        second = await made.got(KEYS)
+        assert now() - began < 0.2
+        assert [isinstance(part, bytes) for part in second] == [made.where(key) == ["s-1"] for key in KEYS]
+        made.stores["s-0"].gate.set()
+        async with asyncio.timeout(10):
+            while await made.got(KEYS) != payloads(KEYS):
+                await asyncio.sleep(0.05)
+
+
+async def test_nobody_there_is_a_tier_that_is_away() -> None:
+    async with cluster() as made:
+        for call in (made.tier.batched_contains(KEYS[:1]), made.put(KEYS[:1]), made.tier.batched_remove(KEYS[:1]), made.got(KEYS[:1])):
+            with pytest.raises(UnavailableError):
+                await call
+        await made.start("s-0")
+        assert await made.put(KEYS[:1]) == [True]
+        await made.stop("s-0")
+        for call in (made.tier.batched_contains(KEYS[:1]), made.put(KEYS[:1]), made.tier.batched_remove(KEYS[:1])):
+            with pytest.raises(UnavailableError):
+                await call
+
+
+async def test_two_addresses_of_one_server_are_one() -> None:
+    async with cluster("s-0") as made:
+        made.addresses["the same"] = ("localhost", made.addresses["s-0"][1])
+        await made.members.refresh()
+        assert list(made.members.by_name()) == ["s-0"]
+        assert all(await made.put(KEYS))
+
+
+async def test_one_that_moves_to_another_address_keeps_its_chunks() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS)
+        moved = made.stores["s-0"]
+        async with serving(Server(), name="s-0") as elsewhere:
+            elsewhere._service.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
+            await made.stop("s-0")
+            made.addresses["s-0"] = ("127.0.0.1", elsewhere.port)
+            await made.members.refresh()
+            assert await made.got(KEYS) == payloads(KEYS)
+            elsewhere._service.store.chunks.clear()  # type: ignore[attr-defined]
+
+
+async def test_lookup_is_asked_before_anybody_else() -> None:
+    asked: list[int] = []
+
+    async def locate(keys: Sequence[ChunkKey]) -> list[list[str]]:
+        asked.append(len(keys))
+        return [[*found.where(key), "somebody who is no server of ours"] for key in keys]
+
+    async with cluster("s-0", "s-1", locate=locate) as found:
+        await found.put(KEYS)
+        assert not asked
+        await found.start(*(f"s-{i}" for i in range(2, 9)))  # old homes are now beyond the further choices of some
+        assert await found.got(KEYS) == payloads(KEYS)
+        assert asked == [sum(home(list(found.stores), key.key.chunk_id()) not in ("s-0", "s-1") for key in KEYS)]
+
+
+async def test_without_an_answer_of_lookup_the_next_choices_are_asked() -> None:
+    async def locate(keys: Sequence[ChunkKey]) -> list[list[str]]:
+        raise UnavailableError("away")
+
+    async with cluster("s-0", "s-1", locate=locate) as made:
+        await made.put(KEYS)
+        await made.start("s-2")
+        assert await made.got(KEYS) == payloads(KEYS)
+
+
+async def test_removing_counts_what_was_there_and_leaves_no_copy() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS[:3])
+        await made.start("s-2", "s-3")
+        await made.put(KEYS[:3])  # at their new homes too, if these are others
+        assert await made.tier.batched_remove([*KEYS[:3], make_key("never")]) == 3
+        assert not any(made.where(key) for key in KEYS[:3])
+        assert [type(result) for result in await made.tier.batched_get(KEYS[:3], made.arena)] == [Miss] * 3
+
+
+async def test_a_cancelled_get_gives_everything_back() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS)
+        made.stores["s-1"].gate = asyncio.Event()
+        reading = asyncio.create_task(made.tier.batched_get(KEYS, made.arena))
+        async with asyncio.timeout(5):
+            while not made.arena.allocator.used_bytes:
+                await asyncio.sleep(0.005)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        made.stores["s-1"].gate.set()
+        results = await made.tier.batched_get(KEYS, made.arena)
+        assert all(isinstance(result, Chunk) for result in results)
+        for result in results:
+            payload_of(result)
