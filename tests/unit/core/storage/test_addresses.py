@@ -36,7 +36,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str] | int]:
     ],
 )
 def test_hosts(url: str, hosts: list[tuple[str, int]]) -> None:
-    assert hosts_of(url) == hosts
+    assert [(address.host, address.port) for address in hosts_of(url)] == hosts
+    assert all(address.name == address.host for address in hosts_of(url))
 
 
 @pytest.mark.parametrize(
@@ -50,17 +51,17 @@ def test_what_is_no_list_of_hosts(url: str) -> None:
 
 async def test_every_address_of_a_name_counts_once(names: dict[str, list[str] | int]) -> None:
     names["s"] = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    assert await Resolver([("s", 5), ("10.9.9.9", 6)])() == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.9.9.9", 6)]
+    assert await Resolver(hosts_of("lm://s:5,10.9.9.9:6"))() == [("10.0.0.1", 5, "s"), ("10.0.0.2", 5, "s"), ("10.9.9.9", 6, "10.9.9.9")]
 
 
 async def test_a_name_that_nobody_can_tell_now_stays_and_one_that_is_no_more_goes(names: dict[str, list[str] | int]) -> None:
     names |= {"s-0": ["10.0.0.1"], "s-1": ["10.0.0.2"]}
-    resolver = Resolver([("s-0", 5), ("s-1", 5)])
+    resolver = Resolver(hosts_of("lm://s-0:5,s-1:5"))
     assert len(await resolver()) == 2
     names["s-0"] = socket.EAI_AGAIN
-    assert await resolver() == [("10.0.0.1", 5), ("10.0.0.2", 5)]
+    assert await resolver() == [("10.0.0.1", 5, "s-0"), ("10.0.0.2", 5, "s-1")]
     names["s-1"] = socket.EAI_NONAME
-    assert await resolver() == [("10.0.0.1", 5)]
+    assert await resolver() == [("10.0.0.1", 5, "s-0")]
     names["s-0"] = socket.EAI_NONAME
     with pytest.raises(UnavailableError, match="s-0, s-1"):
         await resolver()

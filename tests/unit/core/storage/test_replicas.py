@@ -50,7 +50,7 @@ class Cluster:
         for name in names:
             self.stores[name] = Server()
             self._servers[name] = await self._exits.enter_async_context(serving(self.stores[name], name=name))
-            self.addresses[name] = ("127.0.0.1", self._servers[name].port)
+            self.addresses[name] = Address("127.0.0.1", self._servers[name].port, name)
         await self.members.refresh()
 
     async def stop(self, name: str) -> None:
@@ -68,8 +68,10 @@ class Cluster:
     async def _find(self) -> list[Address]:
         return list(self.addresses.values())
 
-    def _client(self, host: str, port: int) -> LmClient:
-        return LmClient(host, port, options=ClientOptions(timeout_s=self._timeout_s, backoff_initial_s=0.01, backoff_cap_s=0.01))
+    def _client(self, address: Address) -> LmClient:
+        return LmClient(
+            address.host, address.port, options=ClientOptions(timeout_s=self._timeout_s, backoff_initial_s=0.01, backoff_cap_s=0.01)
+        )
 
 
 @asynccontextmanager
@@ -195,7 +197,7 @@ async def test_nobody_there_is_a_tier_that_is_away() -> None:
 
 async def test_two_addresses_of_one_server_are_one() -> None:
     async with cluster("s-0") as made:
-        made.addresses["the same"] = ("localhost", made.addresses["s-0"][1])
+        made.addresses["the same"] = Address("localhost", made.addresses["s-0"].port, "")
         await made.members.refresh()
         assert list(made.members.by_name()) == ["s-0"]
         assert all(await made.put(KEYS))
@@ -208,7 +210,7 @@ async def test_one_that_moves_to_another_address_keeps_its_chunks() -> None:
         async with serving(Server(), name="s-0") as elsewhere:
             elsewhere._service.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
             await made.stop("s-0")
-            made.addresses["s-0"] = ("127.0.0.1", elsewhere.port)
+            made.addresses["s-0"] = Address("127.0.0.1", elsewhere.port, "s-0")
             await made.members.refresh()
             assert await made.got(KEYS) == payloads(KEYS)
             elsewhere._service.store.chunks.clear()  # type: ignore[attr-defined]

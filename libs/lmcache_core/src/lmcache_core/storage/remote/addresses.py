@@ -36,7 +36,7 @@ def hosts_of(url: str) -> list[Address]:
                 f"remote url {scheme}://{parts.hostname}: must be {scheme}://host:port or {scheme}://host:port,host:port, "
                 "and the token an option of its own"
             )
-        found.append((parts.hostname, port))
+        found.append(Address(parts.hostname, port, parts.hostname))
     if len(found) > MAX_ADDRESSES:
         raise ConfigError(f"remote url {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}")
     return found
@@ -59,7 +59,7 @@ class Resolver:
     """
 
     def __init__(self, hosts: Sequence[Address]) -> None:
-        self._last: dict[Address, list[Address]] = {host: [host] if is_literal(host[0]) else [] for host in hosts}
+        self._last: dict[Address, Sequence[Address]] = dict.fromkeys(hosts, ())
 
     async def __call__(self) -> list[Address]:
         """The addresses there are now. Those of a name that nobody can tell just now are as they were.
@@ -72,18 +72,17 @@ class Resolver:
             self._last[host] = addresses
         found = [address for addresses in self._last.values() for address in addresses]
         if not found:
-            raise UnavailableError(f"{', '.join(host for host, _ in hosts)}: no such host")
+            raise UnavailableError(f"{', '.join(host.name for host in hosts)}: no such host")
         return found
 
-    async def _resolved(self, host: Address) -> list[Address]:
-        name, port = host
-        if is_literal(name):
+    async def _resolved(self, host: Address) -> Sequence[Address]:
+        if is_literal(host.name):
             return [host]
         try:
             async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+                found = await asyncio.get_running_loop().getaddrinfo(host.name, host.port, type=socket.SOCK_STREAM)
         except socket.gaierror as exc:
             return [] if exc.errno in _NO_SUCH_HOST else self._last[host]
         except (OSError, UnicodeError):  # the former also of a time that is over
             return self._last[host]
-        return list(dict.fromkeys((str(address[0]), port) for *_, address in found))
+        return list(dict.fromkeys(Address(str(address[0]), host.port, host.name) for *_, address in found))

@@ -1,4 +1,4 @@
-"""The remote tier over lm://."""
+"""The remote tier over lm://, or encrypted over lm+tls://."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import TypeVar
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
+from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.addresses import Resolver, hosts_of, is_literal
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
-from lmcache_core.storage.remote.members import Members
+from lmcache_core.storage.remote.members import Address, Members
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 THIS_MACHINE = "localhost"
+ENCRYPTED_SCHEME = "lm+tls"
 
 T = TypeVar("T")
 
 
 def create(url: str, options: RemoteOptions) -> StorageBackend:
-    """The backend for `lm://host[:port]`, or for several hosts with commas.
+    """The backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts with commas.
 
     A host that is a name stands for all the servers that it leads to, found again and again.
 
@@ -30,13 +32,20 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
         ConfigError: It is no such URL.
     """
     hosts = hosts_of(url)
+    tls = (options.tls or ClientTls(client_context())) if url.partition("://")[0] == ENCRYPTED_SCHEME else None
 
-    def client(host: str, port: int) -> LmClient:
-        behaviour = ClientOptions(timeout_s=options.timeout_s, name=options.client_name, tier=REMOTE_TIER, accepts=options.accepts)
-        return LmClient(host, port, options.token, behaviour)
+    def client(address: Address) -> LmClient:
+        behaviour = ClientOptions(
+            timeout_s=options.timeout_s,
+            name=options.client_name,
+            tier=REMOTE_TIER,
+            accepts=options.accepts,
+            tls=None if tls is None else ClientTls(tls.context, tls.name or address.name),
+        )
+        return LmClient(address.host, address.port, options.token, behaviour)
 
-    if len(hosts) == 1 and (is_literal(hosts[0][0]) or hosts[0][0] == THIS_MACHINE):
-        return LmBackend(client(*hosts[0]))
+    if len(hosts) == 1 and (is_literal(hosts[0].host) or hosts[0].host == THIS_MACHINE):
+        return LmBackend(client(hosts[0]))
     return ReplicatedBackend(Members(Resolver(hosts), client, url), options.timeout_s, options.locate)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import LMCacheError, UnavailableError
@@ -24,9 +25,23 @@ REST_INITIAL_S = 0.5
 REST_CAP_S = 10.0
 """A server that does not answer is not asked for that long; its chunks are then those of their next choice."""
 
-Address = tuple[str, int]
+
+class Address(NamedTuple):
+    """Where a server is.
+
+    Attributes:
+        host: What is connected to.
+        port: Its port.
+        name: The name that led there, which its certificate has if it has one.
+    """
+
+    host: str
+    port: int
+    name: str
+
+
 FindAddresses = Callable[[], Awaitable[Sequence[Address]]]
-MakeClient = Callable[[str, int], LmClient]
+MakeClient = Callable[[Address], LmClient]
 
 
 class Member:
@@ -46,7 +61,7 @@ class Member:
     def name(self) -> str | None:
         """What it calls itself, also while it is away; its address, if it has no name of its own; None: it was never reached."""
         server = self.client.server
-        return f"{self._address[0]}:{self._address[1]}" if server in (ANY_SERVER, "") else server
+        return f"{self._address.host}:{self._address.port}" if server in (ANY_SERVER, "") else server
 
     @property
     def is_resting(self) -> bool:
@@ -109,7 +124,7 @@ class Members:
             await self._close(self._by_address.keys() - set(addresses))
             for address in addresses:
                 if address not in self._by_address:
-                    self._by_address[address] = Member(address, self._make_client(*address))
+                    self._by_address[address] = Member(address, self._make_client(address))
         await asyncio.gather(*(self._greet(member) for member in self._by_address.values() if not member.client.is_connected))
         self._report()
 
