@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import secrets
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,72 +18,14 @@ from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.record import Chunk
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.wire import ClientOptions, LmClient
-from lmcache_demo.processes import Process, Processes
+from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_HEADS, NUM_LAYERS, KVCaches, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
 from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE
-
-
-@dataclass
-class Sidecar:
-    process: Process
-    socket: Path
-    port: int
-
-    def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-            body: dict[str, Any] = json.loads(response.read())
-            return body
-
-    def text(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-            return str(response.read().decode())
-
-
-class Neighbourhood:
-    """Lookup, broker, and sidecars that know both."""
-
-    def __init__(self, processes: Processes, directory: Path) -> None:
-        self._processes = processes
-        self._directory = directory
-        self.ticket_keys = directory / "ticket-keys"
-        self.ticket_keys.write_text(f"k1:{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
-        self.lookup, ports = processes.start_service("lookup", "lmcache_lookup", {"port": 0})
-        self.lookup_url = f"http://127.0.0.1:{ports['port']}"
-        settings = {"port": 0, "ticket_keys_file": self.ticket_keys}
-        self.broker, ports = processes.start_service("broker", "lmcache_broker", settings)
-        self.broker_url = f"http://127.0.0.1:{ports['port']}"
-
-    def sidecar(self, name: str, **options: Any) -> Sidecar:
-        sidecar = self.guarded_sidecar(name, **options)
-        eventually(lambda: sidecar.get("/v1/status")["registered"])
-        return sidecar
-
-    def guarded_sidecar(self, name: str, **options: Any) -> Sidecar:
-        """One whose REST may need a token that the test does not show."""
-        settings = {
-            "port": 0,
-            "lm_port": 0,
-            "instance_id": name,
-            "socket_path": self._directory / f"{name}.sock",
-            "arena_path": self._directory / f"{name}-arena",
-            "arena_gb": 0.01,
-            "lookup_url": self.lookup_url,
-            "broker_url": self.broker_url,
-            "ticket_keys_file": self.ticket_keys,
-        }
-        process, ports = self._processes.start_service(name, "lmcache_sidecar", settings | options)
-        return Sidecar(process, self._directory / f"{name}.sock", ports["port"])
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
+from typing import Final
 
+from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 
-MAX_PEERS = 128
+MAX_PEERS: Final = 128
+SUSPECT_S: Final = 2.0
+"""So long a peer that came to a standstill is not asked: a stopped process takes connections and never answers."""
 
 
 class PeerPool:
@@ -25,13 +30,22 @@ class PeerPool:
     def __init__(self, name: str, tier: str, timeout_s: float, connect_timeout_s: float = 0.5, accepts: Accepts = ONLY_LOSSLESS) -> None:
         self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier, accepts=accepts)
         self._clients: OrderedDict[str, LmClient] = OrderedDict()
+        self._suspects: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of a call that names none."""
+        return self._options.timeout_s
 
     async def client(self, distributed_url: str) -> LmClient:
         """The client of that peer; connects when first used.
 
         Raises:
             ValueError: Not a distributed URL.
+            UnavailableError: It came to a standstill a moment ago.
         """
+        if asyncio.get_running_loop().time() < self._suspects.get(distributed_url, 0.0):
+            raise UnavailableError(f"{distributed_url} came to a standstill and is left alone for {SUSPECT_S:g} s")
         client = self._clients.get(distributed_url)
         if client is None:
             host, port = parse_distributed_url(distributed_url)
@@ -41,6 +55,16 @@ class PeerPool:
             _, oldest = self._clients.popitem(last=False)
             await oldest.close()
         return client
+
+    async def suspect(self, distributed_url: str) -> None:
+        """Give the connection to a peer up that brings nothing, and leave the peer alone for a while."""
+        self._suspects[distributed_url] = asyncio.get_running_loop().time() + SUSPECT_S
+        self._suspects.move_to_end(distributed_url)
+        if len(self._suspects) > MAX_PEERS:
+            self._suspects.popitem(last=False)
+        client = self._clients.pop(distributed_url, None)
+        if client is not None:
+            await client.close()
 
     async def close(self) -> None:
         """End every connection. Idempotent."""

@@ -1,0 +1,291 @@
+"""One read from peers: pulled from who the broker names, from a second holder when the first is late, from the next when it fails.
+
+    holders ──broker──> assignments ──> race (one peer, some chunks) ──late──> broker again, without those asked before
+                                             └──failed or stalled──────────> the same
+
+A chunk is there when its whole record has been verified; whatever comes second is given back. Who comes second for all of its chunks is
+broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
+from lmcache_core.p2p.messages import Assignment
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+
+BATCH_CHUNKS: Final = 8
+"""Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked for twice."""
+MAX_BATCHES_UNDERWAY: Final = 4
+MAX_HOLDERS_ASKED: Final = 4
+"""For one chunk, one after the other or side by side."""
+STALL_SHARE: Final = 0.5
+"""Of a read's time: a peer that brings nothing for so long is given up, so that the next holder, or the next tier, still has time."""
+
+
+@dataclass(slots=True)
+class PullFigures:
+    """What pulls came to.
+
+    Attributes:
+        pulls: Peers that were asked.
+        failed_pulls: Those that did not bring all that they were asked for.
+        hedged_pulls: Those that were late, so that another peer was asked too.
+        won_hedges: Chunks that the other peer brought first.
+        failed_over_chunks: Chunks that were asked for again because a peer failed.
+        pulled_chunks: Chunks that came.
+        pulled_bytes: Bytes of these.
+        wasted_bytes: Of chunks that came a second time.
+    """
+
+    pulls: int = 0
+    failed_pulls: int = 0
+    hedged_pulls: int = 0
+    won_hedges: int = 0
+    failed_over_chunks: int = 0
+    pulled_chunks: int = 0
+    pulled_bytes: int = 0
+    wasted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullParts:
+    """What all pulls of one instance share.
+
+    Attributes:
+        instance: This instance.
+        broker: Says who serves.
+        peers: Connections.
+        times: How long pulls took.
+        budget: How many may be doubled.
+        figures: What came of them.
+    """
+
+    instance: str
+    broker: BrokerClient
+    peers: PeerPool
+    times: PullTimes = field(default_factory=PullTimes)
+    budget: HedgeBudget = field(default_factory=HedgeBudget)
+    figures: PullFigures = field(default_factory=PullFigures)
+
+
+@dataclass(slots=True, eq=False)
+class _Race:
+    """One peer at work on some chunks.
+
+    Attributes:
+        assignment: Who, and with which ticket.
+        open: Places of its chunks that nobody has brought.
+        num_chunks: How many it was asked for.
+        began: On the loop's clock.
+        moved: When something last came from it.
+        is_hedge: Somebody else was asked for the same before.
+        work: What pulls.
+    """
+
+    assignment: Assignment
+    open: set[int]
+    num_chunks: int
+    began: float
+    moved: float
+    is_hedge: bool
+    work: asyncio.Task[None] | None = None
+
+
+class PeerPull:
+    """Reads chunks from peers, once. On the event loop only.
+
+    Args:
+        parts: Shared with other reads.
+        keys: Names of the chunks.
+        holders: Ids of who may hold each of the first of them; chunks without any are not asked for.
+        allocate: Where payloads go.
+        deadline: On the loop's clock.
+    """
+
+    def __init__(
+        self, parts: PullParts, keys: Sequence[ChunkKey], holders: Sequence[Sequence[str]], allocate: Allocate, deadline: float
+    ) -> None:
+        self._parts = parts
+        self._keys = keys
+        self._untried = [list(names) for names in holders]
+        self._num_asked = [0] * len(holders)
+        self._in_question: set[int] = set()
+        self._allocate = allocate
+        self._deadline = deadline
+        self._stall_s = max(0.0, deadline - asyncio.get_running_loop().time()) * STALL_SHARE
+        self._places = {key.key.chunk_id(): i for i, key in enumerate(keys[: len(holders)])}
+        self._results: list[Result] = [_NEVER_STORED] * len(keys)
+        self._races: list[_Race] = []
+        self._group = asyncio.TaskGroup()
+
+    async def assign(self) -> Sequence[Assignment]:
+        """Ask the broker, for the first time.
+
+        Raises:
+            UnavailableError: It could not be asked.
+        """
+        return await self._assigned(range(len(self._untried)))
+
+    async def run(self, assignments: Sequence[Assignment]) -> list[Result]:
+        """Pull what can be had by the deadline, which is heeded here: nobody need break this off.
+
+        Args:
+            assignments: Of `assign`.
+
+        Returns:
+            One result a key, in order; the caller owns the chunks. What no peer has brought is a miss.
+        """
+        try:
+            async with self._group:
+                self._begin(assignments, is_hedge=False)
+        except BaseException:
+            for result in self._results:
+                if isinstance(result, Chunk):
+                    result.release()
+            raise
+        return self._results
+
+    async def _assigned(self, places: Sequence[int]) -> Sequence[Assignment]:
+        """Whom the broker names for these chunks, of those who have not been asked yet."""
+        asked = {
+            i for i in places if self._untried[i] and self._num_asked[i] < MAX_HOLDERS_ASKED and not isinstance(self._results[i], Chunk)
+        } - self._in_question
+        if not asked:
+            return ()
+        wanted = [(self._keys[i].key.chunk_id(), self._untried[i]) for i in sorted(asked)]
+        self._in_question |= asked
+        try:
+            return await self._parts.broker.transfers(self._parts.instance, wanted)
+        finally:
+            self._in_question -= asked
+
+    def _begin(self, assignments: Sequence[Assignment], is_hedge: bool) -> None:
+        now = self._now()
+        for assignment in assignments:
+            places = {self._places[chunk_id] for chunk_id in assignment.chunk_ids}
+            for i in places:
+                self._untried[i].remove(assignment.instance)
+                self._num_asked[i] += 1
+                if self._results[i] == _NEVER_STORED:
+                    self._results[i] = Miss(MissReason.UNAVAILABLE)  # until there is an answer
+            self._parts.figures.pulls += 1
+            self._parts.budget.earn()
+            race = _Race(assignment, {i for i in places if not isinstance(self._results[i], Chunk)}, len(places), now, now, is_hedge)
+            self._races.append(race)
+            self._group.create_task(self._watch(race))
+
+    async def _watch(self, race: _Race) -> None:
+        """Let a peer work; ask another one as well when it is late, instead when it fails."""
+        work = race.work = self._group.create_task(self._work(race))
+        hedge_at = race.began + self._parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
+        while not work.done():
+            now = self._now()
+            if now >= hedge_at:
+                hedge_at = float("inf")
+                if race.open and self._parts.budget.spend():
+                    self._group.create_task(self._ask_again(sorted(race.open), is_hedge=True))
+            if now >= race.moved + self._stall_s:
+                work.cancel()
+                await asyncio.wait([work])
+                await self._parts.peers.suspect(race.assignment.distributed_url)
+                break
+            await asyncio.wait([work], timeout=max(0.0, min(hedge_at, race.moved + self._stall_s) - now))
+        self._races.remove(race)
+        await self._judge(race)
+
+    async def _judge(self, race: _Race) -> None:
+        """Learn from a race that is over, and see to what it has not brought."""
+        now, parts = self._now(), self._parts
+        if not race.open:
+            late_s = parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
+            parts.times.observe(race.num_chunks, now - race.began)
+            if race.moved == race.began and now - race.began >= late_s:
+                await parts.peers.suspect(race.assignment.distributed_url)  # others were faster, and it has shown no life at all
+            return
+        parts.figures.failed_pulls += 1
+        left_alone = sorted(race.open.difference(*(other.open for other in self._races)))
+        if left_alone and now < self._deadline:
+            parts.figures.failed_over_chunks += len(left_alone)
+            await self._ask_again(left_alone, is_hedge=False)
+
+    async def _ask_again(self, places: Sequence[int], is_hedge: bool) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                assignments = await self._assigned(places)
+        except (UnavailableError, TimeoutError):
+            return
+        self._parts.figures.hedged_pulls += bool(assignments) and is_hedge
+        self._begin(assignments, is_hedge)
+
+    async def _work(self, race: _Race) -> None:
+        """Pull the chunks of a race, a few batches underway at a time. A hedge begins at the end: the two meet, and little comes twice."""
+        places = sorted(race.open, reverse=race.is_hedge)
+        batches = iter([places[i : i + BATCH_CHUNKS] for i in range(0, len(places), BATCH_CHUNKS)])
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(MAX_BATCHES_UNDERWAY):
+                lanes.create_task(self._lane(race, batches))
+
+    async def _lane(self, race: _Race, batches: Iterator[list[int]]) -> None:
+        for batch in batches:
+            wanted = [i for i in batch if i in race.open]
+            if not wanted:
+                continue
+            got = await self._get(race, wanted)
+            for i, result in zip(wanted, got, strict=True):
+                self._take(race, i, result)
+            if all(isinstance(result, Miss) and result.reason in _PEER_IS_GONE for result in got):
+                return
+
+    async def _get(self, race: _Race, places: Sequence[int]) -> Sequence[Result]:
+        def allocate(num_bytes: int) -> MemoryObj | None:
+            race.moved = self._now()  # a record has begun to come
+            return self._allocate(num_bytes)
+
+        try:
+            client = await self._parts.peers.client(race.assignment.distributed_url)
+            left_s = self._deadline - self._now()
+            return await client.get([self._keys[i] for i in places], allocate, ticket=race.assignment.ticket, timeout_s=left_s)
+        except (UnavailableError, AuthenticationError, ProtocolError):
+            return [Miss(MissReason.UNAVAILABLE)] * len(places)
+
+    def _take(self, race: _Race, place: int, result: Result) -> None:
+        figures = self._parts.figures
+        if isinstance(result, Miss):
+            known = self._results[place]
+            if isinstance(known, Miss) and known.reason in _SAYS_LITTLE:
+                self._results[place] = result
+            return
+        race.moved = self._now()
+        if isinstance(self._results[place], Chunk):
+            figures.wasted_bytes += result.num_bytes
+            result.release()
+            return
+        self._results[place] = result
+        figures.pulled_chunks += 1
+        figures.pulled_bytes += result.num_bytes
+        figures.won_hedges += race.is_hedge
+        for other in self._races:
+            if place in other.open:
+                other.open.discard(place)
+                if not other.open and other.work is not None and len(self._races) > 1:
+                    other.work.cancel()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+_NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
+_PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
+_SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
+"""What any other reason replaces: that the second holder is away says less than why the first did not serve."""

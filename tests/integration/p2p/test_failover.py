@@ -1,0 +1,103 @@
+"""An engine's retrieve goes on when the sidecar that serves its chunks is killed in the middle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from lmcache_core.concurrency import LoopThread
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
+from lmcache_demo.processes import Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
+from tests.fixtures.peers import Proxy
+from tests.fixtures.sidecar import engine_at
+
+NUM_CHUNKS = 64
+NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
+SLOW_BYTES_PER_S = 100_000
+
+
+@pytest.fixture
+def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
+    with Processes(tmp_path, quiet_environment()) as processes:
+        yield Neighbourhood(processes, tmp_path)
+    assert processes.num_alive == 0
+
+
+@contextmanager
+def slow_sidecar(neighbourhood: Neighbourhood, name: str) -> Iterator[tuple[Sidecar, Proxy]]:
+    """One that peers reach through a slow line only, and prefer."""
+    loop = LoopThread("proxy")
+    loop.open()
+    proxy = Proxy(0, SLOW_BYTES_PER_S)
+    loop.run(proxy.open(), 5)
+    try:
+        url = f"lm://127.0.0.1:{proxy.port}"
+        sidecar = neighbourhood.sidecar(name, distributed_url=url, node="here", tier_timeout_s=8.0)
+        proxy.target = sidecar.ports["lm_port"]
+        yield sidecar, proxy
+    finally:
+        loop.run(proxy.close(), 5)
+        loop.close()
+
+
+def kill_in_the_middle(sidecar: Sidecar, proxy: Proxy, after_bytes: int) -> threading.Thread:
+    def wait_and_kill() -> None:
+        deadline = time.monotonic() + 20
+        while proxy.num_passed < after_bytes and time.monotonic() < deadline:
+            time.sleep(0.002)
+        sidecar.process.kill()
+
+    thread = threading.Thread(target=wait_and_kill)
+    thread.start()
+    return thread
+
+
+def store_at(sidecar: Sidecar) -> None:
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens_of(NUM_TOKENS, 1), kvcaches=random_kv(NUM_TOKENS, 1))
+    eventually(lambda: sidecar.get("/v1/status")["settled"])
+
+
+def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> dict[str, float]:
+    """Tokens by the tier that they came from."""
+    kv, target = random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
+    killer = kill_in_the_middle(victim, proxy, 6_000)
+    with engine_at(reader.socket, tier_timeout_s=9.0) as engine:
+        assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
+        tiers = {tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("P2PBackend", "RemoteBackend")}
+    killer.join()
+    assert_equal_prefix(target, kv, NUM_TOKENS)
+    return tiers
+
+
+def test_the_rest_comes_from_another_holder(neighbourhood: Neighbourhood) -> None:
+    with slow_sidecar(neighbourhood, "a") as (a, proxy):
+        b = neighbourhood.sidecar("b")
+        reader = neighbourhood.sidecar("reader", node="here", tier_timeout_s=8.0)
+        store_at(a)
+        store_at(b)
+        assert retrieve_while_it_dies(a, proxy, reader) == {"P2PBackend": NUM_TOKENS, "RemoteBackend": 0}
+        figures = reader.get("/v1/tiers")["tiers"]["P2PBackend"]
+        assert figures["failed_over_chunks"] + figures["won_hedges"] > 0
+
+
+def test_the_rest_comes_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path / 'shared'}"
+    writer = neighbourhood.sidecar("writer", remote_url=url)
+    store_at(writer)
+    writer.process.kill()
+    with slow_sidecar(neighbourhood, "a") as (a, proxy):
+        reader = neighbourhood.sidecar("reader", node="here", remote_url=url, tier_timeout_s=8.0)
+        store_at(a)
+        tiers = retrieve_while_it_dies(a, proxy, reader)
+        assert tiers["RemoteBackend"] > 0
+        assert sum(tiers.values()) == NUM_TOKENS

@@ -1,0 +1,140 @@
+"""Pulls from several peers over real sockets: hedged, failed over, and never a partial chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.testing.chunks import make_key, make_payload
+
+from tests.fixtures.peers import Town, town
+
+NAMES = [f"chunk-{i}" for i in range(40)]
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[Town]:
+    async with town() as running:
+        yield running
+
+
+def taken(results: Sequence[Result], names: Sequence[str] = NAMES) -> list[MissReason | None]:
+    """Why each is missing; what is there is compared with what it must be, and given back."""
+    found: list[MissReason | None] = []
+    for name, result in zip(names, results, strict=True):
+        if isinstance(result, Miss):
+            found.append(result.reason)
+            continue
+        assert isinstance(result, Chunk)
+        assert result.key == make_key(name)
+        assert bytes(result.memory.byte_array) == make_payload(name), f"{name} is not what it must be"
+        result.release()
+        found.append(None)
+    return found
+
+
+ALL = [None] * len(NAMES)
+
+
+async def test_one_peer_brings_everything(world: Town) -> None:
+    await world.add("a", NAMES)
+    assert taken(await world.pull(NAMES, ["a"])) == ALL
+    figures = world.parts.figures
+    assert (figures.pulls, figures.failed_pulls, figures.hedged_pulls, figures.pulled_chunks) == (1, 0, 0, len(NAMES))
+
+
+async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) -> None:
+    await world.add("a", NAMES)
+    await world.add("b", NAMES, load=0.9)
+    world.proxies["a"].flows.clear()
+    began = asyncio.get_running_loop().time()
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 1.0, "it did not wait for the one that stands still"
+    figures = world.parts.figures
+    assert (figures.pulls, figures.hedged_pulls, figures.won_hedges, figures.pulled_chunks) == (2, 1, len(NAMES), len(NAMES))
+
+
+async def test_a_late_peer_is_hedged_past_the_p95(world: Town) -> None:
+    await world.add("a", NAMES)
+    await world.add("b", NAMES, load=0.9)
+    for _ in range(20):
+        assert taken(await world.pull(NAMES, ["a"])) == ALL
+    world.proxies["a"].flows.clear()
+    began = asyncio.get_running_loop().time()
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=60.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 3.0, "a share of the time would be 15 seconds"
+
+
+async def test_what_comes_second_is_given_back(world: Town) -> None:
+    """Both are slow, so that both bring some of the same chunks."""
+    await world.add("a", NAMES, bytes_per_s=50_000)
+    await world.add("b", NAMES, load=0.9, bytes_per_s=50_000)
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
+    assert world.parts.figures.hedged_pulls == 1
+    assert world.parts.figures.won_hedges > 0
+    await world.arena.until_empty()
+
+
+async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -> None:
+    await world.add("a", NAMES, bytes_per_s=200_000)
+    await world.add("b", NAMES, load=0.9)
+    pulling = asyncio.create_task(world.pull(NAMES, ["a", "b"], timeout_s=30.0))
+    async with asyncio.timeout(10):
+        while world.proxies["a"].num_passed < 20_000:
+            await asyncio.sleep(0.005)
+    await world.proxies["a"].close()
+    assert taken(await pulling) == ALL
+    figures = world.parts.figures
+    assert figures.failed_pulls == 1
+    assert 0 < figures.failed_over_chunks < len(NAMES), "what had come whole was not asked for again"
+
+
+async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
+    await world.add("a", NAMES, bytes_per_s=200_000)
+    pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
+    async with asyncio.timeout(10):
+        while world.parts.figures.pulled_chunks < 4:
+            await asyncio.sleep(0.005)
+    await world.proxies["a"].close()
+    found = taken(await pulling)
+    assert 4 <= found.count(None) < len(NAMES)
+    assert set(found) == {None, MissReason.UNAVAILABLE}
+
+
+async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town) -> None:
+    await world.add("a", NAMES)
+    world.proxies["a"].flows.clear()
+    began = asyncio.get_running_loop().time()
+    found = taken(await world.pull(NAMES, ["a"], timeout_s=1.0))
+    assert set(found) <= {MissReason.UNAVAILABLE, MissReason.DEADLINE, MissReason.NEVER_STORED}
+    assert asyncio.get_running_loop().time() - began < 0.9
+    world.proxies["a"].flows.set()
+    assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), "it is left alone for a while"
+
+
+async def test_a_chunk_that_one_holder_has_lost_comes_from_the_next(world: Town) -> None:
+    await world.add("a", NAMES[1:])
+    await world.add("b", NAMES, load=0.9)
+    assert taken(await world.pull(NAMES, ["a", "b"])) == ALL
+    assert world.parts.figures.failed_over_chunks == 1
+
+
+async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
+    await world.add("a", NAMES)
+    await world.add("b", NAMES, load=0.9)
+    world.stores["a"].tampered[make_key(NAMES[3])] = b"not a record at all" * 10
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=5.0)) == ALL
+
+
+async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:
+    await world.add("a", NAMES, bytes_per_s=200_000)
+    pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
+    async with asyncio.timeout(10):
+        while world.parts.figures.pulled_chunks < 4:
+            await asyncio.sleep(0.005)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    await world.arena.until_empty()
