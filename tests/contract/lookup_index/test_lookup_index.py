@@ -1,9 +1,9 @@
-"""Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one and the one in a real Redis."""
+"""Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one, and Redis as one server, behind sentinels, as a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Literal
 
 import pytest
@@ -15,40 +15,41 @@ from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
-from tests.fixtures.redis_server import RedisServer, running_redis
+from tests.fixtures.redis_cluster import RedisClusterServers
+from tests.fixtures.redis_server import RedisServer
 
 MAX_INSTANCES = 8
 LONG_MS = 60_000
 SHORT_MS = 400
 TAKEN = LeaseState(0, False)
 HOLDS_BACK = LeaseState(0, True)
+OPTIONS = RedisIndexOptions(read_timeout_s=5, write_timeout_s=5, max_instances=MAX_INSTANCES)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with running_redis() as redis_server:
-        yield redis_server
-
-
-@pytest_asyncio.fixture(params=["embedded", "redis"])
+@pytest_asyncio.fixture(params=["embedded", "redis", "sentinel", "cluster"])
 async def index(request: pytest.FixtureRequest) -> AsyncIterator[LookupIndex]:
-    made: LookupIndex
-    if request.param == "embedded":
-        made = EmbeddedIndex(max_chunks=1000, max_instances=MAX_INSTANCES)
-    else:
-        redis_server = request.getfixturevalue("server")
-        with redis_server.client() as raw:
-            raw.flushall()
-        options = RedisIndexOptions(read_timeout_s=5, write_timeout_s=5, max_instances=MAX_INSTANCES)
-        made = RedisIndex(redis_server.url, options)
+    made = EmbeddedIndex(1000, MAX_INSTANCES) if request.param == "embedded" else RedisIndex(emptied_redis(request), OPTIONS)
     await made.open()
     yield made
     await made.close()
 
 
+def emptied_redis(request: pytest.FixtureRequest) -> str:
+    """The URL of the kind of Redis that the test asks for, with nothing in it."""
+    if request.param == "cluster":
+        cluster: RedisClusterServers = request.getfixturevalue("cluster")
+        cluster.flush()
+        return cluster.url
+    watched = request.getfixturevalue("sentinels") if request.param == "sentinel" else None
+    server: RedisServer = request.getfixturevalue("server") if watched is None else watched.master
+    with server.client() as raw:
+        raw.flushall()
+    return server.url if watched is None else str(watched.url)
+
+
 def chunk(number: int) -> bytes:
     """Ids that spread over buckets, with some in the same one."""
-    return ((number % 7) << 116 | number).to_bytes(16, "big")
+    return ((number % 7) << 122 | number).to_bytes(16, "big")
 
 
 def event(number: int, op: Literal["store", "remove"] = "store", tier: str = "hot", tenant: str = "acme", size: int = 5) -> IndexEvent:
@@ -216,7 +217,17 @@ async def test_a_lease_that_ran_out_begins_anew(index: LookupIndex) -> None:
     await tell(index, "a", event(1))
     await asyncio.sleep(SHORT_MS / 1000 + 0.05)
     assert await join(index, "a") == TAKEN
+    assert await held(index, 1) == [[]]
     assert (await join(index, "a", 0)).resync
+
+
+async def test_an_incarnation_below_one_that_ran_out_is_taken_as_it_is(index: LookupIndex) -> None:
+    await join(index, "a", 9, ttl_ms=SHORT_MS)
+    await tell(index, "a", event(1), event(2), incarnation=9)
+    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    assert await join(index, "a", 3) == TAKEN
+    assert await tell(index, "a", event(1), incarnation=3) == LeaseState(1, False)
+    assert await held(index, 1, 2) == [["a/hot"], []]
 
 
 async def test_a_renewal_keeps_holdings_alive(index: LookupIndex) -> None:
@@ -307,7 +318,7 @@ async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex)
     await join(index, "a", 2)
     await tell(index, "a", event(20), incarnation=2)
     assert (await index.stats("acme")).num_chunks == 11
-    num_swept = sum([await index.sweep() for _ in range(4096)])
+    num_swept = sum([await index.sweep() for _ in range(32)])
     assert num_swept == 10
     stats = await index.stats("acme")
     assert (stats.num_chunks, stats.num_instances) == (6, 2)

@@ -1,13 +1,15 @@
 """How Redis stores the index: names of keys, and the bytes of a bucket's values.
 
 ```
-lmc:{b:0a3}:<tenant>   hash: chunk id (16 bytes) -> holders, one after the other
+lmc:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, one after the other
 lmc:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
 lmc:{i}:version        changes with every change of who is alive
 lmc:{i}:numbers        last instance number that was given out
 lmc:{i}:tenants        set of tenants that have buckets
+lmc:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
 ```
-The bucket is the first 12 bits of the chunk id, in three hex digits; what stands in braces is a hash tag. A holder:
+The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash tag; its two letters are such that bucket
+k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
 ```
  0  4  instance number     little-endian
  4  8  incarnation
@@ -23,13 +25,20 @@ import struct
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-NUM_BUCKETS: Final = 4096
+NUM_BUCKETS: Final = 64
 LEASES_KEY: Final = "lmc:{i}:leases"
 VERSION_KEY: Final = "lmc:{i}:version"
 NUMBERS_KEY: Final = "lmc:{i}:numbers"
 TENANTS_KEY: Final = "lmc:{i}:tenants"
+NODES_KEY: Final = "lmc:{i}:nodes"
 
 NUMBER_BYTES: Final = 4
+
+# Two for each bucket.
+_TAG_LETTERS: Final = (
+    "f2bdb0fbfsdrbqajaqbjadfhfkc1fhadbaazfcb1dsfrakbpbkapbzdhb8a1dhbzdifhaqbjcaada0c1b0fbdrbdbcajbddrfidhbkapaabzc0a1fcb1frazaybpazfr"
+)
+_BUCKET_PREFIXES: Final = tuple(f"lmc:{{b:{bucket:02x}{_TAG_LETTERS[2 * bucket : 2 * bucket + 2]}}}:" for bucket in range(NUM_BUCKETS))
 
 _HOLDER = struct.Struct("<IQQB")
 
@@ -44,13 +53,13 @@ class PackedHolder(NamedTuple):
 
 
 def bucket_of(chunk_id: bytes) -> int:
-    """Which of the 4096 buckets a chunk lies in."""
-    return int.from_bytes(chunk_id[:2], "big") >> 4
+    """Which of the 64 buckets a chunk lies in."""
+    return chunk_id[0] >> 2
 
 
 def bucket_key(tenant: str, bucket: int) -> str:
     """The key of a tenant's bucket."""
-    return f"lmc:{{b:{bucket:03x}}}:{tenant}"
+    return _BUCKET_PREFIXES[bucket] + tenant
 
 
 def lease_field(owner: str, instance: str) -> str:
@@ -85,3 +94,8 @@ def unpack_holders(data: bytes) -> Iterator[PackedHolder]:
 def pack_identity(number: int, incarnation: int) -> bytes:
     """The first 12 bytes of a holder: which life of which instance."""
     return struct.pack("<IQ", number, incarnation)
+
+
+def pack_number(number: int) -> bytes:
+    """The first 4 bytes of a holder: which instance."""
+    return struct.pack("<I", number)

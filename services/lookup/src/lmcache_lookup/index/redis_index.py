@@ -1,15 +1,14 @@
 """The index in Redis: any number of stateless replicas share it.
 
-A lookup is one call: the version of the lease table, and the values of the chunks. The table itself is read again only when its version
-changed or a lease in it may have run out.
+A lookup is one round trip: the version of the lease table, and the values of the chunks. The table itself is read again only when its
+version changed or a lease in it may have run out.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -26,9 +25,13 @@ from lmcache_lookup.index.base import (
     LeaseState,
     LookupIndex,
 )
+from lmcache_lookup.index.cluster_map import ClusterMap
+from lmcache_lookup.index.cluster_shards import ClusterShards
 from lmcache_lookup.index.live_table import LiveTable
+from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
+    NODES_KEY,
     NUM_BUCKETS,
     NUMBERS_KEY,
     TENANTS_KEY,
@@ -36,15 +39,14 @@ from lmcache_lookup.index.packing import (
     bucket_key,
     bucket_of,
     lease_field,
-    pack_identity,
-    pack_life,
     unpack_holders,
 )
-from lmcache_lookup.index.redis_connection import Argument, RedisConnection
+from lmcache_lookup.index.redis_node import Argument, Command, within
+from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
+from lmcache_lookup.index.redis_sweeper import BucketSweeper
+from lmcache_lookup.index.redis_urls import RedisTarget, RedisTls, read_redis_url
 
 T = TypeVar("T")
-
-SWEEP_PAGE_CHUNKS: Final = 1024
 
 _NO_TABLE: Final = LiveTable(b"", stale_at=float("-inf"))
 
@@ -58,19 +60,21 @@ class RedisIndexOptions:
         write_timeout_s: Limit on everything else.
         entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_instances: Bound on leases.
+        tls: Files for TLS.
     """
 
     read_timeout_s: float = 0.1
     write_timeout_s: float = 0.8
     entry_ttl_s: int = 86_400
     max_instances: int = 4096
+    tls: RedisTls | None = None
 
 
 class RedisIndex(LookupIndex):
-    """See `packing` for the layout and `redis_scripts` for what is atomic.
+    """See `packing` for the layout, `redis_scripts` for what is atomic, and `redis_urls` for URLs.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`, password included.
+        url: Where, password included.
         options: Bounds.
         clock: Seconds, monotonic.
 
@@ -84,52 +88,37 @@ class RedisIndex(LookupIndex):
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
-        self._sweep_positions = itertools.cycle(range(NUM_BUCKETS))
-        self._connection = RedisConnection(url, options.write_timeout_s)
-        self._redis = self._connection.client
+        self._shards = _shards_of(read_redis_url(url, options.tls), options.write_timeout_s)
+        self._sweeper = BucketSweeper(self._shards, self._current_table)
 
     async def open(self) -> None:
         """Connections are made when they are needed."""
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._connection.close()
+        await self._shards.close()
 
     async def ping(self) -> None:
         """See `LookupIndex.ping`."""
-        await self._connection.within(self._options.read_timeout_s, _reply(self._redis.ping()))
+        await within(self._options.read_timeout_s, self._shards.ping())
 
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         """See `LookupIndex.renew`."""
-        field = lease_field(owner, claim.instance)
-        argv: list[Argument] = [field, _text(claim.incarnation), claim.kind, claim.ttl_ms, self._options.max_instances]
-        next_sequence, resync, taken = await self._write(self._connection.run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY], argv))
-        if not taken:
-            raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
-        return LeaseState(next_sequence, bool(resync))
+        return await self._write(self._renew(owner, claim))
 
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
         """See `LookupIndex.end`."""
-        argv = [lease_field(owner, instance), "" if incarnation is None else _text(incarnation)]
-        return bool(await self._write(self._connection.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
+        argv = [lease_field(owner, instance), "" if incarnation is None else incarnation_text(incarnation)]
+        return bool(await self._write(self._shards.run(scripts.END, [LEASES_KEY, VERSION_KEY], argv)))
 
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
-        """See `LookupIndex.apply`: one script, so that number and entries change together or not at all."""
-        keys = {LEASES_KEY: 1, TENANTS_KEY: 2}
-        flat: list[Argument] = []
-        for event in batch.events:
-            place = keys.setdefault(bucket_key(event.tenant, bucket_of(event.chunk_id)), len(keys) + 1)
-            flat += [place, event.chunk_id, pack_life(batch.incarnation, event.size_bytes, event.tier), int(event.op == "store")]
-        tenants = sorted({event.tenant for event in batch.events})
-        head: list[Argument] = [lease_field(owner, batch.instance), _text(batch.incarnation), batch.first_sequence]
-        bounds: list[Argument] = [self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK]
-        argv = [*head, *bounds, len(tenants), *tenants, *flat]
-        next_sequence, resync = await self._write(self._connection.run(scripts.APPLY, list(keys), argv))
-        return LeaseState(next_sequence, bool(resync))
+        """See `LookupIndex.apply`."""
+        field = lease_field(owner, batch.instance)
+        return await self._write(self._shards.take(Taking(field, batch, self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK)))
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
-        return await self._connection.within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
+        return await within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
 
     async def instances(self, owner: str) -> list[InstanceStatus]:
         """See `LookupIndex.instances`."""
@@ -148,51 +137,55 @@ class RedisIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        buckets = _by_bucket(chunk_ids)
-        pipeline = self._redis.pipeline(transaction=False)
-        for bucket, places in buckets.items():
-            pipeline.hdel(bucket_key(tenant, bucket), *(chunk_ids[place] for place in places))
-        return sum(await self._write(pipeline.execute())) if buckets else 0
+        commands = [
+            Command(key, ("HDEL", key, *(chunk_ids[place] for place in inside))) for key, inside in _by_bucket(tenant, chunk_ids).items()
+        ]
+        return sum(await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for bucket in range(NUM_BUCKETS):
-            pipeline.unlink(bucket_key(tenant, bucket))
-        await self._write(pipeline.execute())
-        await self._write(self._connection.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
+        """See `LookupIndex.clear`: the instances are asked to begin anew first, so that nothing counts which is taken meanwhile."""
+        await self._write(self._shards.run(scripts.RESYNC, [LEASES_KEY], [tenant]))
+        await self._write(self._shards.many(_to_every_bucket("UNLINK", tenant)))
 
     async def sweep(self) -> int:
-        """See `LookupIndex.sweep`: looks at one bucket of every tenant a call."""
-        bucket = next(self._sweep_positions)
-        tenants: Iterable[bytes] = await self._write(_reply(self._redis.smembers(TENANTS_KEY)))
-        return sum([await self._sweep_bucket(bucket_key(tenant.decode(), bucket)) for tenant in tenants])
+        """See `LookupIndex.sweep`."""
+        return await self._write(self._sweeper.step())
 
     async def stats(self, tenant: str) -> IndexStats:
         """See `LookupIndex.stats`."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for bucket in range(NUM_BUCKETS):
-            pipeline.hlen(bucket_key(tenant, bucket))
-        return IndexStats(sum(await self._write(pipeline.execute())), len(await self.instances(tenant)))
+        num_chunks = sum(await self._write(self._shards.many(_to_every_bucket("HLEN", tenant))))
+        return IndexStats(num_chunks, len(await self.instances(tenant)))
 
     async def tenants(self) -> list[str]:
         """See `LookupIndex.tenants`."""
-        found: Iterable[bytes] = await self._write(_reply(self._redis.smembers(TENANTS_KEY)))
+        found = (await self._write(self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))])))[0]
         return sorted(tenant.decode() for tenant in found)
 
+    async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
+        seen = await self._shards.masters_seen()
+        lease: list[Argument] = [lease_field(owner, claim.instance), incarnation_text(claim.incarnation), claim.kind, claim.ttl_ms]
+        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids]
+        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY], argv)
+        if not taken:
+            raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
+        return LeaseState(next_sequence, bool(resync))
+
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        keys, argv, places = [VERSION_KEY], list[Argument](), list[int]()
-        for bucket, inside in _by_bucket(chunk_ids).items():
-            keys.append(bucket_key(tenant, bucket))
-            argv += [len(inside), *(chunk_ids[place] for place in inside)]
-            places += inside
-        version, *values = await self._connection.run(scripts.READ, keys, argv)
-        await self._refresh_table(version)
+        """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
+        buckets = _by_bucket(tenant, chunk_ids)
+        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY))]
+        commands += [Command(key, ("HMGET", key, *(chunk_ids[place] for place in inside))) for key, inside in buckets.items()]
+        version, *values_of_buckets = await self._shards.many(commands)
+        await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
-        read: dict[bytes | None, list[Holder]] = {value: self._live_holders(value or b"") for value in set(values)}
+        read: dict[bytes | None, list[Holder]] = {}
         result: list[list[Holder]] = [[]] * len(chunk_ids)
-        for place, value in zip(places, values, strict=True):
-            result[place] = read[value]
+        for inside, values in zip(buckets.values(), values_of_buckets, strict=True):
+            for place, value in zip(inside, values, strict=True):
+                holders = read.get(value)
+                if holders is None:
+                    holders = read[value] = self._live_holders(value or b"")
+                result[place] = holders
         return result
 
     def _live_holders(self, value: bytes) -> list[Holder]:
@@ -203,48 +196,39 @@ class RedisIndex(LookupIndex):
             if (live := known.get((packed.number, packed.incarnation))) is not None
         ]
 
+    async def _current_table(self) -> LiveTable:
+        version = (await self._shards.many([Command(VERSION_KEY, ("GET", VERSION_KEY))]))[0]
+        await self._refresh_table(version or b"")
+        return self._table
+
     async def _refresh_table(self, version: bytes) -> None:
         if version != self._table.version or self._clock() >= self._table.stale_at:
             await self._load_table()
 
     async def _load_table(self) -> LiveTable:
         asked_at = self._clock()
-        self._table = LiveTable.from_reply(await self._connection.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], []), asked_at)
+        reply: Any = await self._shards.run(scripts.TABLE, [LEASES_KEY, VERSION_KEY], [])
+        self._table = LiveTable.from_reply(reply, asked_at)
         return self._table
 
-    async def _sweep_bucket(self, key: str) -> int:
-        """The table's version is asked for after the entries: whoever wrote them had its lease before."""
-        num_swept = cursor = 0
-        while True:
-            cursor, page = await self._write(_reply(self._redis.hscan(key, cursor, count=SWEEP_PAGE_CHUNKS)))
-            if page:
-                await self._write(self._refresh_table((await self._write(_reply(self._redis.get(VERSION_KEY)))) or b""))
-                alive = self._table.by_identity
-                dead: list[bytes] = []
-                for chunk_id, value in page.items():
-                    for packed in unpack_holders(value):
-                        if (packed.number, packed.incarnation) not in alive:
-                            dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
-                num_swept += await self._write(self._connection.run(scripts.PRUNE, [key], dead)) if dead else 0
-            if cursor == 0:
-                return num_swept
-
     async def _write(self, call: Awaitable[T]) -> T:
-        return await self._connection.within(self._options.write_timeout_s, call)
+        return await within(self._options.write_timeout_s, call)
 
 
-def _by_bucket(chunk_ids: Sequence[bytes]) -> dict[int, list[int]]:
-    """Bucket -> positions in `chunk_ids`."""
+def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
+    if not target.is_cluster:
+        return OneServer(target.node(timeout_s))
+    return ClusterShards(ClusterMap(target.addresses, lambda address: target.member(address, timeout_s)), timeout_s)
+
+
+def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> dict[str, list[int]]:
+    """A bucket's key -> positions in `chunk_ids`."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for place, chunk_id in enumerate(chunk_ids):
         places[bucket_of(chunk_id)].append(place)
-    return dict(places)
+    return {bucket_key(tenant, bucket): inside for bucket, inside in places.items()}
 
 
-def _text(incarnation: int) -> str:
-    return f"{incarnation:020d}"
-
-
-async def _reply(call: Any) -> Any:
-    """redis-py types its commands as perhaps not awaitable; with the asyncio client they always are."""
-    return await call
+def _to_every_bucket(name: str, tenant: str) -> list[Command]:
+    keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
+    return [Command(key, (name, key)) for key in keys]

@@ -1,0 +1,75 @@
+"""Clears entries of ended leases from Redis, a little at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+from lmcache_lookup.index import redis_scripts as scripts
+from lmcache_lookup.index.live_table import LiveTable
+from lmcache_lookup.index.packing import NUM_BUCKETS, TENANTS_KEY, bucket_key, pack_identity, unpack_holders
+from lmcache_lookup.index.redis_node import Argument, Command
+from lmcache_lookup.index.redis_shards import RedisShards
+
+SWEEP_PAGE_CHUNKS: Final = 1024
+MAX_BUCKETS_PER_STEP: Final = 16
+
+_BEGIN: Final = b"0"
+
+
+class BucketSweeper:
+    """Goes round the buckets of all tenants, and begins again.
+
+    Args:
+        shards: Where they are.
+        read_table: The leases as of now.
+    """
+
+    def __init__(self, shards: RedisShards, read_table: Callable[[], Awaitable[LiveTable]]) -> None:
+        self._shards = shards
+        self._read_table = read_table
+        self._buckets: Iterator[str] = iter(())
+        self._bucket: str | None = None
+        self._cursor = _BEGIN
+
+    async def step(self) -> int:
+        """Look at about a thousand chunks, or a few empty buckets. Returns how many entries were cleared."""
+        num_swept = num_seen = 0
+        for _ in range(MAX_BUCKETS_PER_STEP):
+            if self._bucket is None:
+                await self._begin_bucket()
+            if self._bucket is None or num_seen >= SWEEP_PAGE_CHUNKS:
+                break
+            page = await self._page(self._bucket)
+            num_seen += len(page)
+            num_swept += await self._prune(self._bucket, page)
+            if self._cursor == _BEGIN:
+                self._bucket = None
+        return num_swept
+
+    async def _begin_bucket(self) -> None:
+        self._cursor = _BEGIN
+        self._bucket = next(self._buckets, None)
+        if self._bucket is None:
+            tenants = (await self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))[0]
+            names = sorted(tenant.decode() for tenant in tenants)
+            self._buckets = (bucket_key(name, bucket) for bucket in range(NUM_BUCKETS) for name in names)
+            self._bucket = next(self._buckets, None)
+
+    async def _page(self, bucket: str) -> dict[bytes, bytes]:
+        command = Command(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
+        answer: Any = (await self._shards.many([command]))[0]
+        self._cursor, flat = answer
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def _prune(self, bucket: str, page: dict[bytes, bytes]) -> int:
+        """The leases are read after the entries: whoever wrote them had its lease before."""
+        if not page:
+            return 0
+        alive = (await self._read_table()).by_identity
+        dead: list[Argument] = []
+        for chunk_id, value in page.items():
+            for packed in unpack_holders(value):
+                if (packed.number, packed.incarnation) not in alive:
+                    dead += [chunk_id, pack_identity(packed.number, packed.incarnation)]
+        return int(await self._shards.run(scripts.PRUNE, [bucket], dead)) if dead else 0

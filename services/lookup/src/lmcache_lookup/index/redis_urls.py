@@ -1,0 +1,148 @@
+"""What a Redis URL means: one server, one behind sentinels, or a cluster, each with or without TLS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import redis.asyncio as redis_asyncio
+from lmcache_core.errors import ConfigError
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from lmcache_lookup.index.redis_node import MAX_CONNECTIONS, RedisNode
+
+Address = tuple[str, int]
+
+DEFAULT_PORT: Final = 6379
+DEFAULT_SENTINEL_PORT: Final = 26379
+SERVER_SCHEMES: Final = ("redis", "rediss", "unix")
+SENTINEL_SCHEMES: Final = ("redis-sentinel", "rediss-sentinel")
+CLUSTER_SCHEMES: Final = ("redis-cluster", "rediss-cluster")
+REDIS_SCHEMES: Final = (*SERVER_SCHEMES, *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
+TLS_SCHEMES: Final = ("rediss", "rediss-sentinel", "rediss-cluster")
+
+_CANNOT_BE_READ: Final = (
+    "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for others see its documentation"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTls:
+    """Files for TLS, in PEM. The server's certificate is always checked, its name included.
+
+    Attributes:
+        ca_file: Who may have signed it; None is the system's list.
+        cert_file: Our own certificate, where servers want one.
+        key_file: Its key.
+    """
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTarget:
+    """A Redis URL, taken apart.
+
+    Attributes:
+        url: As given.
+        tls: Files, used where the scheme is one with TLS.
+        scheme: One of `REDIS_SCHEMES`.
+        addresses: Sentinels, or servers of the cluster to begin with; nothing for one server.
+        service: What the sentinels call it.
+    """
+
+    url: str = field(repr=False)
+    tls: RedisTls
+    scheme: str
+    addresses: tuple[Address, ...]
+    service: str
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it is a Redis Cluster."""
+        return self.scheme in CLUSTER_SCHEMES
+
+    def node(self, timeout_s: float) -> RedisNode:
+        """The one server, or the one behind the sentinels. Connects to nothing.
+
+        Raises:
+            ConfigError: The URL cannot be read.
+        """
+        try:
+            return self._behind_sentinels(timeout_s) if self.scheme in SENTINEL_SCHEMES else self._direct(timeout_s)
+        except ValueError:
+            raise ConfigError(_CANNOT_BE_READ) from None
+
+    def member(self, address: Address, timeout_s: float) -> RedisNode:
+        """One server of the cluster. Connects to nothing."""
+        host, port = address
+        return RedisNode(redis_asyncio.Redis(host=host, port=port, **self._credentials(), **self._tls("ssl"), **_options(timeout_s)))
+
+    def _direct(self, timeout_s: float) -> RedisNode:
+        pool = redis_asyncio.ConnectionPool.from_url(self.url, **self._tls(), **_options(timeout_s))
+        return RedisNode(redis_asyncio.Redis.from_pool(pool))
+
+    def _behind_sentinels(self, timeout_s: float) -> RedisNode:
+        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        sentinels = Sentinel(self.addresses, sentinel_kwargs={**limits, **self._tls("ssl")})  # type: ignore[no-untyped-call]
+        client: redis_asyncio.Redis = sentinels.master_for(self.service, **self._credentials(), **self._tls("ssl"), **_options(timeout_s))
+        return RedisNode(client, sentinels.sentinels)
+
+    def _credentials(self) -> dict[str, Any]:
+        user, password = _credentials_of(self.url)
+        return {"username": user, "password": password}
+
+    def _tls(self, switch: str | None = None) -> dict[str, Any]:
+        """Arguments for connections; `switch` is the one that turns TLS on where the URL does not."""
+        if self.scheme not in TLS_SCHEMES:
+            return {}
+        files = {"ssl_ca_certs": self.tls.ca_file, "ssl_certfile": self.tls.cert_file, "ssl_keyfile": self.tls.key_file}
+        return ({switch: True} if switch else {}) | {"ssl_check_hostname": True} | files
+
+
+def read_redis_url(url: str, tls: RedisTls | None = None) -> RedisTarget:
+    """Take a URL apart: `redis://`, `rediss://`, `unix://`; `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
+    `redis[s]-cluster://[user:password@]host:port,host:port`.
+
+    Raises:
+        ConfigError: It cannot be read. The text does not repeat it: it may hold a password.
+    """
+    try:
+        scheme, path = urlsplit(url).scheme, urlsplit(url).path.strip("/")
+        if scheme not in REDIS_SCHEMES or (scheme in CLUSTER_SCHEMES and path):
+            raise ValueError("neither scheme nor path can be anything")
+        addresses: tuple[Address, ...] = ()
+        if scheme not in SERVER_SCHEMES:
+            default_port = DEFAULT_SENTINEL_PORT if scheme in SENTINEL_SCHEMES else DEFAULT_PORT
+            hosts = urlsplit(url).netloc.rpartition("@")[2]
+            addresses = tuple(_address_of(text, default_port) for text in hosts.split(","))
+        return RedisTarget(url, tls or RedisTls(), scheme, addresses, path or "mymaster")
+    except ValueError:
+        raise ConfigError(_CANNOT_BE_READ) from None
+
+
+def _address_of(text: str, default_port: int) -> Address:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError("an address without a host")
+    return parts.hostname, parts.port or default_port
+
+
+def _credentials_of(url: str) -> tuple[str | None, str | None]:
+    user, _, password = urlsplit(url).netloc.rpartition("@")[0].partition(":")
+    return unquote(user) or None, unquote(password) or None
+
+
+def _options(timeout_s: float) -> dict[str, Any]:
+    return {
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": timeout_s,
+        # Every call has a deadline of its own.
+        "socket_timeout": None,
+        "max_connections": MAX_CONNECTIONS,
+    }
