@@ -60,4 +60,4 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
 
 def main() -> int:
     """Run the service."""
-    return run_service(NAME, LookupSettings, create_app)
+    return run_service(NAME, LookupSettings, create_app, workers=lambda settings: settings.workers)

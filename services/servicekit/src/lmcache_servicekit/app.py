@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ def create_service_app(
     """
     version = version_of(distribution)
     app = ServiceApp(
-        title=distribution, version=version, lifespan=_with_token_reload(lifespan), docs_url=None, redoc_url=None, redirect_slashes=False
+        title=distribution, version=version, lifespan=_with_own_parts(lifespan), docs_url=None, redoc_url=None, redirect_slashes=False
     )
     tokens = TokenTable.anonymous() if settings.auth_tokens_file is None else TokenTable.from_file(settings.auth_tokens_file)
     state = ServiceState(settings, tokens, HealthRegistry(), create_registry(distribution, version))
@@ -112,15 +113,16 @@ def create_service_app(
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
     install_problem_handlers(app, problems)
-    for router in (create_health_router(state.health), create_metrics_router(state.registry), *routers):
+    for router in (create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings), *routers):
         app.include_router(router)
     return app
 
 
-def _with_token_reload(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
-        tokens = service_state(app).tokens
+        state = service_state(app)
+        tokens = state.tokens
 
         async def reload() -> None:
             await asyncio.to_thread(tokens.reload_if_changed)
@@ -129,7 +131,10 @@ def _with_token_reload(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncC
         if not tokens.is_anonymous:
             supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
         try:
-            async with lifespan(app):
+            async with lifespan(app), contextlib.AsyncExitStack() as more:
+                if state.siblings is not None:
+                    await state.siblings.open()
+                    more.push_async_callback(state.siblings.close)
                 yield
         finally:
             await supervisor.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lmcache_servicekit.worker_metrics import WorkerMetrics
 
 HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
 HTTP_REQUEST_DURATION_SECONDS: Final = "lmcache_http_request_duration_seconds"
@@ -27,13 +30,19 @@ def create_registry(service: str, version: str) -> CollectorRegistry:
     return registry
 
 
-def create_metrics_router(registry: CollectorRegistry) -> APIRouter:
-    """The route `/metrics`, in Prometheus' text format."""
+def create_metrics_router(registry: CollectorRegistry, siblings: Callable[[], WorkerMetrics | None] = lambda: None) -> APIRouter:
+    """The route `/metrics`, in Prometheus' text format.
+
+    Args:
+        registry: What it tells.
+        siblings: Gives what tells it for all workers of the port, where there are several.
+    """
     router = APIRouter(tags=["health"])
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        workers = siblings()
+        return Response(generate_latest(registry) if workers is None else await workers.gather(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -23,6 +23,8 @@ from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.version import version_of
+from lmcache_servicekit.worker_metrics import WorkerMetrics
+from lmcache_servicekit.workers import WorkerPool, WorkerSeat
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,13 @@ EXIT_BAD_CONFIG = 2
 EXIT_BY_SIGNAL = 128
 
 
-def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], FastAPI], argv: Sequence[str] | None = None) -> int:
+def run_service(
+    name: str,
+    settings_cls: type[S],
+    create_app: Callable[[S], FastAPI],
+    argv: Sequence[str] | None = None,
+    workers: Callable[[S], int] = lambda settings: 1,
+) -> int:
     """Run a service until SIGTERM or SIGINT.
 
     Args:
@@ -41,6 +49,7 @@ def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], Fast
         settings_cls: Its settings.
         create_app: Its app factory.
         argv: Arguments instead of the process's.
+        workers: How many processes are to serve the port; more than one only where none keeps anything to itself.
 
     Returns:
         The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also those that only the lifespan can
@@ -60,18 +69,65 @@ def run_service(name: str, settings_cls: type[S], create_app: Callable[[S], Fast
         return EXIT_BAD_CONFIG
     try:
         listener = _bind(settings.host, settings.port)
+        if workers(settings) > 1:
+            # Only now the address is known not to be another service's; a socket that shares it would not have noticed.
+            number = listener.getsockname()[1]
+            listener.close()
+            listener = _bind(settings.host, number, shared=True)
     except OSError as exc:
         _complain(name, f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change host or port")
         return EXIT_CANNOT_LISTEN
-    start = _Start(app)
-    try:
-        with listener:
-            _serve(name, start, settings, listener, options.port_file)
-    except SystemExit:
-        if not isinstance(start.failure, ConfigError):
-            raise
-        return EXIT_BAD_CONFIG
-    return 0
+    with listener:
+        address = Address(name, settings, listener, options.port_file)
+        num_workers = workers(settings)
+        if num_workers == 1:
+            return _serve(app, address, lambda: address.announce(service_state(app).ports))
+        try:
+            return _with_workers(num_workers, lambda: create_app(settings), address)
+        finally:
+            address.retract()
+
+
+class Address:
+    """The address that a service is reached at, and how others are told.
+
+    Args:
+        name: Of the service.
+        settings: The service's.
+        listener: Bound, not listening.
+        port_file: Where its number is written; None for nowhere.
+    """
+
+    def __init__(self, name: str, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
+        self.settings = settings
+        self.listener = listener
+        self._name = name
+        self._port_file = port_file
+
+    def announce(self, more: Mapping[str, int], workers: str = "") -> None:
+        """Tell that the service listens, and on which other ports."""
+        number = self.listener.getsockname()[1]
+        logger.info("%s %s listens on %s port %d%s", self._name, version_of(self._name), self.settings.host, number, workers)
+        if self._port_file is not None:
+            _write_port_file(self._port_file, {"port": number, **more})
+
+    def retract(self) -> None:
+        """It listens no more."""
+        if self._port_file is not None:
+            self._port_file.unlink(missing_ok=True)
+
+
+def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: Address) -> int:
+    """Each worker has a socket of its own on the port, and the kernel spreads connections over them."""
+
+    def serve(seat: WorkerSeat, ready: Callable[[], None]) -> int:
+        app = create_app()
+        state = service_state(app)
+        state.siblings = WorkerMetrics(state.registry, seat)
+        with _bind(address.settings.host, address.listener.getsockname()[1], shared=True) as listener:
+            return _serve(app, Address(f"worker {seat.number}", address.settings, listener, None), ready)
+
+    return WorkerPool(num_workers, serve, lambda: address.announce({}, f", {num_workers} workers"), address.settings.shutdown_grace_s).run()
 
 
 class _Start:
@@ -120,44 +176,47 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _serve(name: str, start: _Start, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
-    port = listener.getsockname()[1]
-
-    def announce() -> None:
-        logger.info("%s %s listens on %s port %d", name, version_of(name), settings.host, port)
-        if port_file is not None:
-            _write_port_file(port_file, {"port": port, **service_state(start.app).ports})
-
+def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
+    """Serve until a signal; the exit code."""
     config = uvicorn.Config(
-        start,
+        start := _Start(app),
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         lifespan="on",
         ws="none",
-        timeout_graceful_shutdown=settings.shutdown_grace_s,
+        timeout_graceful_shutdown=address.settings.shutdown_grace_s,
     )
     # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a graceful end into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, _end)
     try:
-        _Server(config, announce, service_state(start.app)).run(sockets=[listener])
+        _Server(config, announce, service_state(app)).run(sockets=[address.listener])
+    except SystemExit:
+        if not isinstance(start.failure, ConfigError):
+            raise
+        return EXIT_BAD_CONFIG
     finally:
-        if port_file is not None:
-            port_file.unlink(missing_ok=True)
+        address.retract()
+    return 0
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Reserve the address; connections are refused until the lifespan has started and the server listens."""
+def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Reserve the address; connections are refused until the lifespan has started and the server listens.
+
+    With `shared`, other processes of the same user may have sockets on it too.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError:
         listener.close()
@@ -165,10 +224,10 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _write_port_file(path: Path, ports: dict[str, int]) -> None:
+def _write_port_file(path: Path, ports: Mapping[str, int]) -> None:
     """Whoever waits for the file never reads half of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(ports) + "\n")
+    temporary.write_text(json.dumps(dict(ports)) + "\n")
     temporary.replace(path)
 
 

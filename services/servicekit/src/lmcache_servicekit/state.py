@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.settings import ServiceSettings
+from lmcache_servicekit.worker_metrics import WorkerMetrics
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class ServiceState:
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Where the service's metrics are registered.
         ports: Ports beside the HTTP one that a lifespan opened, by name; written to the port file.
+        siblings: Where the metrics of all workers of the port are; None: there is only this process.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each bounds its own time and fails never.
     """
 
@@ -32,6 +34,7 @@ class ServiceState:
     health: HealthRegistry
     registry: CollectorRegistry
     ports: dict[str, int] = field(default_factory=dict)
+    siblings: WorkerMetrics | None = None
     before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
 
