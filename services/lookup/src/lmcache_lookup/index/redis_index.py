@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
+from lmcache_core.security.tls import TlsFiles
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
@@ -44,7 +45,7 @@ from lmcache_lookup.index.packing import (
 from lmcache_lookup.index.redis_node import Argument, Command, within
 from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
-from lmcache_lookup.index.redis_urls import RedisTarget, RedisTls, read_redis_url
+from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
 
 T = TypeVar("T")
 
@@ -60,14 +61,14 @@ class RedisIndexOptions:
         write_timeout_s: Limit on everything else.
         entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_instances: Bound on leases.
-        tls: Files for TLS.
+        tls: Whom to trust and what to show, where the URL is one with TLS.
     """
 
     read_timeout_s: float = 0.1
     write_timeout_s: float = 0.8
     entry_ttl_s: int = 86_400
     max_instances: int = 4096
-    tls: RedisTls | None = None
+    tls: TlsFiles | None = None
 
 
 class RedisIndex(LookupIndex):

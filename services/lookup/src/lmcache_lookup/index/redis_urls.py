@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError
+from lmcache_core.security.tls import TlsFiles
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -30,34 +31,19 @@ _CANNOT_BE_READ: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class RedisTls:
-    """Files for TLS, in PEM. The server's certificate is always checked, its name included.
-
-    Attributes:
-        ca_file: Who may have signed it; None is the system's list.
-        cert_file: Our own certificate, where servers want one.
-        key_file: Its key.
-    """
-
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RedisTarget:
     """A Redis URL, taken apart.
 
     Attributes:
         url: As given.
-        tls: Files, used where the scheme is one with TLS.
+        tls: Whom to trust and what to show, where the scheme is one with TLS. Each new connection reads them.
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; nothing for one server.
         service: What the sentinels call it.
     """
 
     url: str = field(repr=False)
-    tls: RedisTls
+    tls: TlsFiles
     scheme: str
     addresses: tuple[Address, ...]
     service: str
@@ -101,11 +87,12 @@ class RedisTarget:
         """Arguments for connections; `switch` is the one that turns TLS on where the URL does not."""
         if self.scheme not in TLS_SCHEMES:
             return {}
-        files = {"ssl_ca_certs": self.tls.ca_file, "ssl_certfile": self.tls.cert_file, "ssl_keyfile": self.tls.key_file}
+        paths = {"ssl_ca_certs": self.tls.ca_file, "ssl_certfile": self.tls.cert_file, "ssl_keyfile": self.tls.key_file}
+        files = {name: None if path is None else str(path) for name, path in paths.items()}
         return ({switch: True} if switch else {}) | {"ssl_check_hostname": True} | files
 
 
-def read_redis_url(url: str, tls: RedisTls | None = None) -> RedisTarget:
+def read_redis_url(url: str, tls: TlsFiles | None = None) -> RedisTarget:
     """Take a URL apart: `redis://`, `rediss://`, `unix://`; `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
     `redis[s]-cluster://[user:password@]host:port,host:port`.
 
@@ -121,7 +108,7 @@ def read_redis_url(url: str, tls: RedisTls | None = None) -> RedisTarget:
             default_port = DEFAULT_SENTINEL_PORT if scheme in SENTINEL_SCHEMES else DEFAULT_PORT
             hosts = urlsplit(url).netloc.rpartition("@")[2]
             addresses = tuple(_address_of(text, default_port) for text in hosts.split(","))
-        return RedisTarget(url, tls or RedisTls(), scheme, addresses, path or "mymaster")
+        return RedisTarget(url, tls or TlsFiles(), scheme, addresses, path or "mymaster")
     except ValueError:
         raise ConfigError(_CANNOT_BE_READ) from None
 
