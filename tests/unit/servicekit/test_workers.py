@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 SCRIPT = """
 import signal, sys, time
 from lmcache_servicekit.workers import WorkerPool
@@ -15,10 +13,10 @@ from lmcache_servicekit.workers import WorkerPool
 def serve(seat, ready):
     if {serve!r} == "cannot start":
         return 7 if seat.number == 1 else time.sleep(60)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if {serve!r} == "deaf" else lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: print("deaf", flush=True) if {serve!r} == "deaf" else sys.exit(0))
     ready()
-    time.sleep(60)
-    return 0
+    while True:
+        time.sleep(60)
 
 print(WorkerPool(2, serve, lambda: print("ready", flush=True), 0.0).run(), flush=True)
 """
@@ -35,12 +33,22 @@ def test_a_worker_that_cannot_start_ends_them_all_with_its_code() -> None:
         assert process.wait(20) == 0
 
 
-@pytest.mark.parametrize(("serve", "signals", "code"), [("well", 1, 0), ("deaf", 2, 128 + signal.SIGTERM)])
-def test_signals(serve: str, signals: int, code: int) -> None:
-    with started(serve) as process:
+def test_a_signal_ends_them_gracefully() -> None:
+    with started("well") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        for _ in range(signals):
-            process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == f"{code}\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "0\n"
+        assert process.wait(20) == 0
+
+
+def test_a_second_signal_ends_them_at_once() -> None:
+    with started("deaf") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        # Both workers have been told by now, and do nothing.
+        assert [process.stdout.readline() for _ in range(2)] == ["deaf\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{128 + signal.SIGTERM}\n"
         assert process.wait(20) == 0
