@@ -1,0 +1,90 @@
+"""The listener for LMCache clients as part of the storage: its tenant, quotas, time to live, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from lmcache_core.keys import CacheEngineKey
+from lmcache_storage.app import create_app
+from lmcache_storage.settings import StorageSettings
+
+from tests.fixtures.compat import ABOUT, compat_client, storage_with_compat
+from tests.fixtures.storage_app import bearer, write_tokens
+
+MIB = 1 << 20
+URL = f"/v1/chunks/{CacheEngineKey('lmcache-v0.3+', '', 1, 0, 'k').to_url()}"
+
+
+async def test_it_is_the_tenant_that_it_is_bound_to(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    async with storage_with_compat(auth_tokens_file=tokens) as (rest, port), compat_client(port) as client:
+        await client.put("k", b"value")
+        assert await client.exists("k")
+        for name, status in (("acme", 200), ("rival", 404)):
+            assert (await rest.head(URL, headers=bearer(name))).status_code == status
+        cleared = await rest.post("/v1/admin/clear", json={"tenant": "rival"}, headers=bearer("operator"))
+        assert cleared.json() == {"num_chunks": 0}
+        assert await client.exists("k")
+        listed = (await rest.get("/v1/chunks", headers=bearer("acme"))).json()["chunks"]
+        assert [f"/v1/chunks/{entry['key']}" for entry in listed] == [URL]
+        assert (await rest.delete(URL, headers=bearer("acme"))).status_code == 204
+        assert await client.get("k") is None
+
+
+async def test_values_stay_within_the_tenants_quota_and_the_oldest_give_place() -> None:
+    async with storage_with_compat(tenant_quotas={"acme": {"memory_gb": 4 / 1024}}) as (_, port), compat_client(port) as client:
+        for i in range(20):
+            await client.put(f"k{i}", bytes([i]) * MIB)
+        held = [i for i in range(20) if await client.get(f"k{i}") is not None]
+        assert 1 <= len(held) <= 4
+        assert held[-1] == 19
+
+
+async def test_a_full_memory_gives_up_the_oldest_values() -> None:
+    async with storage_with_compat() as (_, port), compat_client(port) as client:
+        for i in range(40):
+            await client.put(f"k{i}", bytes([i]) * MIB)
+        held = [i for i in range(40) if await client.get(f"k{i}") == (ABOUT, bytes([i]) * MIB)]
+        assert 8 <= len(held) <= 16
+        assert held[-1] == 39
+
+
+async def test_a_value_expires() -> None:
+    async with storage_with_compat(chunk_ttl_s=0.3) as (_, port), compat_client(port) as client:
+        await client.put("k", b"value")
+        assert await client.get("k") == (ABOUT, b"value")
+        await asyncio.sleep(0.4)
+        assert await client.get("k") is None
+
+
+async def test_a_draining_instance_takes_nothing_new_and_goes_on_serving() -> None:
+    async with storage_with_compat() as (rest, port), compat_client(port) as client:
+        await client.put("before", bytes(MIB))
+        assert await client.exists("before")
+        assert (await rest.post("/v1/admin/drain")).status_code == 200
+        await client.put("after", b"value")
+        assert await client.get("after") is None
+        assert await client.get("before") == (ABOUT, bytes(MIB))
+
+
+async def test_the_largest_record_bounds_a_value() -> None:
+    async with storage_with_compat(max_record_mb=1) as (_, port):
+        async with compat_client(port) as client:
+            await client.put("k", bytes(MIB - 1024))
+            assert await client.get("k") == (ABOUT, bytes(MIB - 1024))
+        async with compat_client(port) as client:
+            await client.put("too large", bytes(MIB))
+            assert await client.raw.is_closed()
+
+
+async def test_the_older_dialect() -> None:
+    async with storage_with_compat(lmcache_compat_dialect="v0.2") as (_, port), compat_client(port, "v0.2") as client:
+        await client.put("vllm@model@1@0@ab", b"value")
+        assert await client.get("vllm@model@1@0@ab") == (ABOUT, b"value")
+
+
+async def test_it_is_off_unless_told() -> None:
+    app = create_app(StorageSettings(lm_port=0, memory_gb=1 / 256, instance_id="storage-0", lmcache_compat_tenant="acme"))
+    async with app.router.lifespan_context(app):
+        assert set(app.state.service.ports) == {"lm_port"}
