@@ -111,6 +111,7 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 6, "message": ["Ping"]},
     {"id": 6, "message": ["Pong"]},
     {"id": 0, "message": ["ErrorMessage", "protocol", "not a frame"]},
+    {"id": 7, "message": ["Handover", "acme", 86400123, True], "blob": "00ff10"},
 ]
 
 

@@ -9,6 +9,8 @@ from lmcache_core.wire.messages import MAX_CAPABILITIES
 
 LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
+HANDOVER = "handover"
+"""The client is a server that may end, and hands its chunks over then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,12 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.security import ClientTls, ShownToken, token_text
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import HANDOVER, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Put, PutOk, Remove, RemoveOk
+from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Remove, RemoveOk
 from lmcache_core.wire.pull import Pull
+from lmcache_core.wire.push import Announce, Push, as_handover, as_put
 from lmcache_core.wire.stream import FrameStream
 
 DEFAULT_PORT = 65432
@@ -36,6 +36,7 @@ class ClientOptions:
         name: This client, for the server's logs and for tickets.
         tier: Name that chunks from here carry.
         accepts: Which records the server may send.
+        hands_over: Ask the server to take over chunks of other tenants.
         tls: Encrypts, and checks the server; None: neither.
     """
 
@@ -47,6 +48,7 @@ class ClientOptions:
     name: str = ""
     tier: str = "RemoteBackend"
     accepts: Accepts = ONLY_LOSSLESS
+    hands_over: bool = False
     tls: ClientTls | None = None
 
 
@@ -80,6 +82,11 @@ class LmClient:
     def is_connected(self) -> bool:
         """Whether a connection stands right now."""
         return self._connection is not None and self._connection.is_open
+
+    @property
+    def takes_handovers(self) -> bool:
+        """Whether the server that is connected takes chunks of all tenants from us."""
+        return self._connection is not None and HANDOVER in self._connection.capabilities
 
     @property
     def server(self) -> str | None:
@@ -147,27 +154,17 @@ class LmClient:
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
         """Store chunks (borrowed), several on their way at once. True: the server has the whole, verified chunk."""
-        deadline = self._deadline(timeout_s)
-        connection = await self._connect(deadline)
-        unanswered: deque[Call] = deque()
-        stored: list[bool] = []
-        try:
-            async with asyncio.timeout_at(deadline):
-                for chunk in chunks:
-                    if len(unanswered) >= self._options.put_window:
-                        stored.append(await self._put_answer(connection, unanswered))
-                    unanswered.append(await connection.start(Put(), FrameType.PUT_OK, chunk.head, chunk.memory.byte_array))
-                while unanswered:
-                    stored.append(await self._put_answer(connection, unanswered))
-        except TimeoutError:
-            for call in unanswered:
-                connection.expire(call)
-            raise UnavailableError(f"{self._name}: {len(chunks) - len(stored)} of {len(chunks)} chunks not stored in time") from None
-        except BaseException:
-            for call in unanswered:
-                connection.abandon(call)
-            raise
-        return stored
+        return await self._push(chunks, as_put, timeout_s)
+
+    async def hand_over(self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None) -> list[bool]:
+        """Like `put`, each in the namespace of its own tenant and as old as it is. Only for a server that `takes_handovers`.
+
+        Args:
+            chunks: Borrowed.
+            may_evict: Whether the server may give up others for them.
+            timeout_s: Limit on this call instead of the client's.
+        """
+        return await self._push(chunks, as_handover(may_evict), timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
         """Forget chunks; the number that were there."""
@@ -191,10 +188,9 @@ class LmClient:
             await asyncio.wait([attempt])
         await self._drop_connection()
 
-    async def _put_answer(self, connection: ClientConnection, unanswered: deque[Call]) -> bool:
-        answer = await connection.next_item(unanswered[0])
-        unanswered.popleft()
-        return isinstance(answer, PutOk) and answer.stored
+    async def _push(self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None) -> list[bool]:
+        deadline = self._deadline(timeout_s)
+        return await Push(await self._connect(deadline), self._options.put_window, self._name).run(chunks, announce, deadline)
 
     async def _ask(self, connection: ClientConnection, message: Message, answer: FrameType, deadline: float) -> Message:
         call: Call | None = None
@@ -255,7 +251,8 @@ class LmClient:
             async with asyncio.timeout(self._options.connect_timeout_s):
                 stream = await self._open_stream()
                 connection = ClientConnection(stream, self._name)
-                await connection.greet(token_text(self._token), self._options.name, self._options.accepts.capabilities())
+                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER] if self._options.hands_over else [])]
+                await connection.greet(token_text(self._token), self._options.name, capabilities)
         except BaseException as exc:
             if connection is not None:
                 await connection.close()

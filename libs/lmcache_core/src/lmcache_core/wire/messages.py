@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
+from lmcache_core.security.names import TENANT_PATTERN
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 VERSION_MIN = 1
@@ -27,6 +28,7 @@ MAX_TICKET_CHARS = 4096
 MAX_NAME_CHARS = 128
 MAX_CAPABILITIES = 32
 MAX_ERROR_CHARS = 512
+MAX_AGE_MS = (1 << 53) - 1
 ANY_SERVER = "lmcache"
 """What a server calls itself that has no name of its own."""
 
@@ -139,8 +141,23 @@ class Put(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     frame_type = FrameType.PUT
 
 
+class Handover(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Announces the record in the blob, which a server that ends hands over to another one. Answered by PUT_OK.
+
+    Attributes:
+        tenant: Whose chunk it is.
+        age_ms: How long ago it was stored.
+        may_evict: Whether others may be given up for it; else it is taken only where there is room.
+    """
+
+    frame_type = FrameType.HANDOVER
+    tenant: Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
+    age_ms: Annotated[int, Meta(ge=0, le=MAX_AGE_MS)]
+    may_evict: bool
+
+
 class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Answers PUT: whether the store holds the chunk now and, if not, why."""
+    """Answers PUT and HANDOVER: whether the store holds the chunk now and, if not, why."""
 
     frame_type = FrameType.PUT_OK
     stored: bool
@@ -201,6 +218,7 @@ _MESSAGES: tuple[type[Message], ...] = (
     Ping,
     Pong,
     ErrorMessage,
+    Handover,
 )
 _DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()

@@ -46,6 +46,26 @@ class AdaptsToClients(Protocol):
         """The same store, as a client sees it that can take these records."""
 
 
+@runtime_checkable
+class TakesHandovers(Protocol):
+    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers with the role `admin`."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a record of that size can be kept without giving up another."""
+
+    async def take_over(self, chunk: Chunk) -> bool:
+        """Like `ServedStore.put`, for a chunk that has been stored elsewhere at its `stored_at`."""
+
+
+@runtime_checkable
+class HasRole(Protocol):
+    """Ability: an authenticated caller that may be more than a client."""
+
+    @property
+    def role(self) -> str:
+        """`admin`, or less."""
+
+
 class HasTenant(Protocol):
     """An authenticated caller, for example a `Principal`."""
 
@@ -115,7 +135,7 @@ class Service:
         authenticate: Maps HELLO's token to who it belongs to, or raises `AuthenticationError`.
         verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may still GET.
         limits: Bounds.
-        name: For clients' logs.
+        name: What HELLO_OK calls this server.
         log: For lines that clients can cause as often as they like.
     """
 

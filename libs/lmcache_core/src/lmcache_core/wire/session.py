@@ -19,21 +19,20 @@ from lmcache_core.errors import (
     VersionError,
 )
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.record import Chunk
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.capabilities import HANDOVER, Accepts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.goodbye import end, error_message, say_goodbye
-from lmcache_core.wire.incoming import IncomingRecord, Received
+from lmcache_core.wire.intake import Intake
 from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
-from lmcache_core.wire.served import AdaptsToClients, Service
+from lmcache_core.wire.served import AdaptsToClients, HasRole, HasTenant, Service, TakesHandovers
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
 
-TIER = "lm"
-
-_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.PUT, FrameType.REMOVE, FrameType.PING})
+_WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
+_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING}) | _WITH_RECORD
 
 
 class Session:
@@ -52,7 +51,8 @@ class Session:
         self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)  # those that end are still counted there
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
         self._num_underway = 0
-        self._unstored: dict[int, Received] = {}
+        self._intake = Intake(stream)
+        self._handovers: TakesHandovers | None = None
         self._tenant: str | None = None
         self._token: str | None = None
         self._check_again_at = math.inf
@@ -73,9 +73,7 @@ class Session:
             logger.debug("lm connection from %s ended: %s", self._stream.peer(), exc)
         finally:
             await self._requests.close()
-            for record in self._unstored.values():
-                record.memory.ref_count_down()
-            self._unstored.clear()
+            self._intake.close()
             await end(self._stream)
 
     def drain(self) -> None:
@@ -99,7 +97,9 @@ class Session:
         self._last_id = header.correlation_id
         self._client = hello.client
         try:
-            self._tenant = self._service.authenticate(hello.token).tenant
+            caller = self._service.authenticate(hello.token)
+            self._tenant = caller.tenant
+            self._let_hand_over(caller, hello.capabilities)
             self._token = hello.token
             self._check_again_at = time.monotonic() + self._limits.reauthenticate_s
         except AuthenticationError:
@@ -111,11 +111,17 @@ class Session:
     def _adapt(self, capabilities: Sequence[str]) -> list[str]:
         """Serve from now on what the client can take; its capabilities that matter here."""
         store = self._service.store
-        if not isinstance(store, AdaptsToClients):
-            return []
-        self._served = store.for_client(Accepts.said_by(capabilities))
-        offered = store.offers.capabilities()
+        offered = set() if self._handovers is None else {HANDOVER}
+        if isinstance(store, AdaptsToClients):
+            self._served = store.for_client(Accepts.said_by(capabilities))
+            offered.update(store.offers.capabilities())
         return [name for name in dict.fromkeys(capabilities) if name in offered]
+
+    def _let_hand_over(self, caller: HasTenant, capabilities: Sequence[str]) -> None:
+        """Take chunks of other tenants from a server that ends, if it may speak for them."""
+        store = self._service.store
+        if HANDOVER in capabilities and isinstance(store, TakesHandovers) and isinstance(caller, HasRole) and caller.role == "admin":
+            self._handovers = store
 
     async def _serve(self) -> None:
         while True:
@@ -131,8 +137,9 @@ class Session:
             self._last_id = header.correlation_id
             async with asyncio.timeout(self._limits.transfer_s(header.blob_bytes)):
                 message = await self._stream.read_message(header)
-                refusal = await self._receive_record(header) if header.type is FrameType.PUT else None
-            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message, refusal)):
+                if header.type in _WITH_RECORD:
+                    await self._receive_record(header, message)
+            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message)):
                 raise UnavailableError("this session takes no more requests")
             self._num_underway += 1
 
@@ -146,8 +153,10 @@ class Session:
         if now < self._check_again_at:
             return
         self._check_again_at = now + self._limits.reauthenticate_s
-        if self._service.authenticate(self._token).tenant != self._tenant:
-            raise AuthenticationError("the token belongs to another tenant now; connect again")
+        caller = self._service.authenticate(self._token)
+        is_less = self._handovers is not None and not (isinstance(caller, HasRole) and caller.role == "admin")
+        if caller.tenant != self._tenant or is_less:
+            raise AuthenticationError("the token belongs to another tenant or role now; connect again")
 
     async def _next_header(self) -> FrameHeader | None:
         """The next request's header; None when the session takes no more."""
@@ -162,20 +171,16 @@ class Session:
                 return header
         return None
 
-    async def _receive_record(self, header: FrameHeader) -> Miss | None:
-        """Take the record of a PUT off the stream; it is kept in `_unstored`, so that it has an owner whatever becomes of the request."""
+    async def _receive_record(self, header: FrameHeader, message: Message) -> None:
+        """Take the record of a PUT or HANDOVER off the stream."""
         if self._tenant is None:
             await self._stream.discard(header.blob_bytes)
-            return None
-        record = await IncomingRecord(self._stream, header.blob_bytes, self._served.allocate).receive(None)
-        if isinstance(record, Miss):
-            return record
-        self._unstored[header.correlation_id] = record
-        return None
+        else:
+            await self._intake.receive(header, self._served, message, self._handovers)
 
-    async def _answer(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:
+    async def _answer(self, correlation_id: int, message: Message) -> None:
         try:
-            await self._dispatch(correlation_id, message, refusal)
+            await self._dispatch(correlation_id, message)
         except LMCacheError as exc:
             if self._stream.is_open:
                 await self._refuse(correlation_id, exc)
@@ -190,7 +195,7 @@ class Session:
             if self._is_draining and not self._num_underway:
                 self._stream.close()
 
-    async def _dispatch(self, correlation_id: int, message: Message, refusal: Miss | None) -> None:
+    async def _dispatch(self, correlation_id: int, message: Message) -> None:
         store = self._served
         match message:
             case messages.Ping():
@@ -203,8 +208,9 @@ class Session:
             case messages.Remove():
                 await self._send(correlation_id, messages.RemoveOk(await store.remove(self._keys(message))))
             case messages.Put():
-                reason = await self._store(correlation_id, self._tenant_for(message)) if refusal is None else refusal.reason.value
-                await self._send(correlation_id, messages.PutOk(not reason, reason))
+                await self._send(correlation_id, await self._intake.put(correlation_id, store, self._tenant_for(message)))
+            case messages.Handover() if self._handovers is not None:
+                await self._send(correlation_id, await self._intake.take_over(correlation_id, self._handovers, message))
 
     async def _send_chunks(self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool) -> None:
         misses: list[tuple[int, str]] = []
@@ -227,19 +233,6 @@ class Session:
             if prefix_only and misses:
                 break
         await self._send(correlation_id, messages.GetEnd(misses))
-
-    async def _store(self, correlation_id: int, tenant: str) -> str:
-        """Verify and keep the record of a PUT; the reason why not, "" when it is kept."""
-        record = self._unstored[correlation_id]
-        try:
-            if not await record.verify():
-                return MissReason.CORRUPT.value
-            key = ChunkKey(tenant, record.header.engine_key())
-            is_kept = await self._served.put(Chunk(key, record.header, record.head, record.memory, TIER))
-            return "" if is_kept else MissReason.NO_MEMORY.value
-        finally:
-            del self._unstored[correlation_id]
-            record.memory.ref_count_down()
 
     def _keys(self, message: messages.Contains | messages.Get | messages.Remove) -> list[ChunkKey]:
         if len(message.keys) > self._limits.max_batch:

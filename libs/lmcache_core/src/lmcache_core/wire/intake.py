@@ -1,0 +1,81 @@
+"""Records on their way from a client into the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from lmcache_core.errors import ProtocolError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.wire.frames import FrameHeader
+from lmcache_core.wire.incoming import IncomingRecord, Received
+from lmcache_core.wire.messages import Handover, Message, PutOk
+from lmcache_core.wire.served import ServedStore, TakesHandovers
+from lmcache_core.wire.stream import FrameStream
+
+TIER = "lm"
+
+
+class Intake:
+    """Takes the records of PUT and HANDOVER off one connection, and keeps them until the store has them.
+
+    Args:
+        stream: The connection.
+    """
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+        self._arrived: dict[int, Received | Miss] = {}
+
+    async def receive(self, header: FrameHeader, store: ServedStore, message: Message, handovers: TakesHandovers | None) -> None:
+        """Take a record off the stream. It then has an owner, whatever becomes of its request: this object.
+
+        Args:
+            header: Of its frame.
+            store: Where its memory comes from.
+            message: Its frame's.
+            handovers: Takes handovers; None where this client may not hand anything over.
+
+        Raises:
+            ProtocolError: A HANDOVER that is not taken from this client.
+        """
+        if isinstance(message, Handover):
+            if handovers is None:
+                raise ProtocolError("HANDOVER, which this server has not said to take from this client")
+            if not message.may_evict and not handovers.has_room(header.blob_bytes):
+                await self._stream.discard(header.blob_bytes)
+                self._arrived[header.correlation_id] = Miss(MissReason.NO_MEMORY)
+                return
+        self._arrived[header.correlation_id] = await IncomingRecord(self._stream, header.blob_bytes, store.allocate).receive(None)
+
+    async def put(self, correlation_id: int, store: ServedStore, tenant: str) -> PutOk:
+        """Verify and keep the record of a PUT."""
+        return await self._kept(correlation_id, tenant, None, store.put)
+
+    async def take_over(self, correlation_id: int, handovers: TakesHandovers, message: Handover) -> PutOk:
+        """Verify and keep the record of a HANDOVER."""
+        return await self._kept(correlation_id, message.tenant, time.time() - message.age_ms / 1000, handovers.take_over)
+
+    def close(self) -> None:
+        """Give back the memory of records that were not stored. Idempotent."""
+        while self._arrived:
+            _, record = self._arrived.popitem()
+            if isinstance(record, Received):
+                record.memory.ref_count_down()
+
+    async def _kept(self, correlation_id: int, tenant: str, stored_at: float | None, keep: Callable[[Chunk], Awaitable[bool]]) -> PutOk:
+        record = self._arrived[correlation_id]
+        if isinstance(record, Miss):
+            del self._arrived[correlation_id]
+            return PutOk(False, record.reason.value)
+        try:
+            if not await record.verify():
+                return PutOk(False, MissReason.CORRUPT.value)
+            chunk = Chunk(ChunkKey(tenant, record.header.engine_key()), record.header, record.head, record.memory, TIER)
+            chunk.stored_at = stored_at
+            is_kept = await keep(chunk)
+            return PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)
+        finally:
+            del self._arrived[correlation_id]
+            record.memory.ref_count_down()
