@@ -57,6 +57,9 @@ OURS = [
     ("remote_token_file", None),
     ("save_unfull_chunk", True),
     ("local_disk_serde", "naive"),
+    ("remote_tls_ca_file", None),
+    ("remote_tls_cert_file", None),
+    ("remote_tls_key_file", None),
 ]
 # A value of each documented option that differs from its default and from all others, where it can.
 PLACED: dict[str, Any] = {

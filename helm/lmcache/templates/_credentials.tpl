@@ -16,6 +16,7 @@
 {{- define "lmcache.authSettings" -}}
 {{- if .root.Values.auth.enabled -}}
 auth_tokens_file: {{ include "lmcache.credentialsPath" . }}/tokens.yaml
+allow_plaintext: true
 {{- else -}}
 allow_anonymous: true
 {{- end }}

@@ -66,7 +66,7 @@ def test_without_keys_each_start_makes_its_own() -> None:
         ({"TICKET_KEYS": f"k1:{SECRET}", "TICKET_KEYS_FILE": "x"}, "set one of them"),
         ({"TICKET_KEYS": SECRET}, "id:base64"),
         ({"TICKET_KEYS": f"k1:{SECRET[:8]}"}, "has 6 bytes"),
-        ({"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x"}, "neither ticket_keys nor ticket_keys_file"),
+        ({"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TLS_CERT_FILE": "x"}, "neither ticket_keys nor ticket_keys_file"),
         ({"DEFAULT_LEASE_TTL_MS": "70000"}, "above max_lease_ttl_ms"),
         ({"MAX_PULLS_PER_PEER": "0"}, "max_pulls_per_peer"),
         ({"MAX_PEER": "1"}, "did you mean LMCACHE_BROKER_MAX_PEERS"),
@@ -80,4 +80,5 @@ def test_bad_settings_are_refused_without_showing_secrets(environ: dict[str, str
 
 def test_other_machines_may_reach_it_when_told_so() -> None:
     assert load(HOST="10.0.0.1", ALLOW_ANONYMOUS="true").allow_anonymous
-    assert load(HOST="10.0.0.1", AUTH_TOKENS_FILE="x", TICKET_KEYS=f"k1:{SECRET}").host == "10.0.0.1"
+    guarded = {"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TICKET_KEYS": f"k1:{SECRET}"}
+    assert load(**guarded, TLS_CERT_FILE="x").host == load(**guarded, ALLOW_PLAINTEXT="true").host == "10.0.0.1"

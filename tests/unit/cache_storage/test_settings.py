@@ -53,8 +53,17 @@ def test_options_and_defaults() -> None:
         "log_format",
         "auth_tokens_file",
         "allow_anonymous",
+        "tls_cert_file",
+        "tls_key_file",
+        "tls_client_ca_file",
+        "allow_plaintext",
+        "rate_limit_per_tenant",
         "instance_id",
         "shutdown_grace_s",
+        "tls_ca_file",
+        "tls_client_cert_file",
+        "tls_client_key_file",
+        "tls_peer_name",
     }
 
 
@@ -65,6 +74,10 @@ def test_options_and_defaults() -> None:
         ({"DISK_PATH": "/data"}, "go together"),
         ({"DISK_GB": "5"}, "go together"),
         ({"LM_HOST": "192.0.2.1"}, "auth_tokens_file"),
+        ({"LM_HOST": "192.0.2.1", "AUTH_TOKENS_FILE": "/t"}, "lm_host='192.0.2.1'.*allow_plaintext=true"),
+        ({"TLS_KEY_FILE": "/key"}, "tls_cert_file is not"),
+        ({"TLS_CLIENT_KEY_FILE": "/key"}, "tls_client_cert_file is not"),
+        ({"TLS_CERT_FILE": "/cert", "ADVERTISE_URL": "lm://storage:65432"}, r"write lm\+tls://"),
         ({"LM_HOST": "::", "ALLOW_ANONYMOUS": "true", "BROKER_URL": "http://broker:8082"}, "advertise_url"),
         ({"ADVERTISE_URL": "http://storage:8080"}, "lm://host:port"),
         ({"ADVERTISE_URL": "lm://[::]:65432"}, "unspecified"),

@@ -30,13 +30,18 @@ def refusal(text: str | None = None, path: Path | None = None, **variables: str)
 def test_the_list_of_common_options_is_known() -> None:
     assert sorted(ServiceSettings.model_fields) == [
         "allow_anonymous",
+        "allow_plaintext",
         "auth_tokens_file",
         "host",
         "instance_id",
         "log_format",
         "log_level",
         "port",
+        "rate_limit_per_tenant",
         "shutdown_grace_s",
+        "tls_cert_file",
+        "tls_client_ca_file",
+        "tls_key_file",
     ]
 
 
@@ -152,7 +157,11 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
 def test_an_open_door_needs_a_decision(host: str, tmp_path: Path) -> None:
     assert "allow_anonymous=true" in refusal(HOST=host)
     assert load(HOST=host, ALLOW_ANONYMOUS="true").host == host
-    assert load(HOST=host, AUTH_TOKENS_FILE=str(tmp_path / "t")).host == host
+    tokens = {"HOST": host, "AUTH_TOKENS_FILE": str(tmp_path / "t")}
+    assert "allow_plaintext=true" in refusal(**tokens)
+    assert "allow_plaintext=true" in refusal(**tokens, ALLOW_ANONYMOUS="true"), "tokens are worth hiding whoever else is let in"
+    assert load(**tokens, ALLOW_PLAINTEXT="true").host == host
+    assert load(**tokens, TLS_CERT_FILE=str(tmp_path / "c")).host == host
 
 
 def test_loopback() -> None:

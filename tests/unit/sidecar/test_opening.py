@@ -97,6 +97,8 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
         ({"disk_path": "/x"}, "go together"),
         ({"lookup_url": "http://localhost:1"}, "go together"),
         ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
+        ({"lm_host": "10.0.0.1", "ticket_keys_file": "/k"}, "lm_host='10.0.0.1'.*allow_plaintext=true"),
+        ({"tls_cert_file": "/c", "distributed_url": "lm://pod:65433"}, r"write lm\+tls://"),
         ({"tenant": "Not A Tenant"}, "tenant"),
         ({"distributed_url": "http://x"}, "lm://host:port"),
         ({"arena_gb": 0}, "greater than 0"),
@@ -130,7 +132,7 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
     [
         ({}, False),
         ({"accept_handover": True}, True),
-        ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1"}, True),
+        ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1", "allow_plaintext": True}, True),
         ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
         ({"ticket_keys_file": "/y"}, False),
         ({"lm_host": "10.0.0.1", "allow_anonymous": True}, False),

@@ -12,7 +12,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
+from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, distributed_url_of
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.eviction import create_policy
@@ -23,12 +23,18 @@ from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
-from lmcache_servicekit.secret_file import read_secret_file
+from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.state import ServiceState, service_state
 
 from lmcache_storage.chunks.service import ChunkDoor, Gate
 from lmcache_storage.compat import create_compat_server
-from lmcache_storage.counted_store import CountedDoor
+from lmcache_storage.handover.door import HandoverDoor
+from lmcache_storage.handover.drain import Drain
+from lmcache_storage.handover.finding import create_members
+from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.mover import Mover
+from lmcache_storage.handover.neighbours import Neighbours
+from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
 from lmcache_storage.health import add_health_checks
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.parts import StorageParts
@@ -54,39 +60,76 @@ class _Opening:
         self._state = state
         self._settings = settings
         self._exits = exits
+        self._broker: BrokerClient | None = None
         self._announcer = TierAnnouncer(settings.tenant)
-        self._token = read_secret_file(settings.service_token_file, "service_token_file")
+        self._token = shown_token(settings.service_token_file)
+        self._tls = client_tls(settings)
 
     async def open(self) -> StorageParts:
         settings = self._settings
         hot, disk = await self._make_tiers()
-        stack = TierStack(hot, [] if disk is None else [BreakerBackend(disk)], listener=self._announcer)
+        below = None if disk is None else BreakerBackend(disk)
+        stack = TierStack(hot, [] if below is None else [below], listener=self._announcer)
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         await stack.open()
         gate, counters = Gate(), Counters()
-        limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes)
-        store = CountedDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters)
+        limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes, admit=self._state.admit)
+        held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
+        store = HandoverDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters, held, stack)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
-        lm_server = LmServer(store, self._state.tokens.authenticate, host=settings.lm_host, port=settings.lm_port, limits=limits)
-        await lm_server.open()
+        lm_server = LmServer(
+            store,
+            self._state.tokens.authenticate,
+            host=settings.lm_host,
+            port=settings.lm_port,
+            limits=limits,
+            name=settings.instance_id,
+        )
+        await lm_server.open(self._state.tls)
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
         self._state.ports["lm_port"] = lm_server.port
         await self._open_compat(store, counters)
+        url = settings.advertise_url or distributed_url_of(settings.lm_host, lm_server.port, settings.tls_cert_file is not None)
+        registration = await self._join_broker(url)
+        neighbours, drain = await self._know_the_others(stack, held, counters, gate)
         parts = StorageParts(
             settings.instance_id,
-            settings.advertise_url or f"lm://{_in_url(settings.lm_host)}:{lm_server.port}",
+            url,
             stack,
             (hot,) if disk is None else (hot, disk),
             ChunkDoor(store, gate, limits),
             lm_server,
             await self._join_lookup(hot, disk),
-            None,
-            settings.drain_timeout_s,
+            registration,
+            drain,
+            neighbours,
         )
-        parts.registration = await self._join_broker(parts.advertise_url)
+        if registration is not None:
+            drain.when_it_begins(registration.drain)
+        if settings.hand_over_on_stop:
+            self._state.before_stop.append(drain.run)  # while REST tells how far it is, and both doors still serve
         add_health_checks(self._state.health, parts)
         return parts
+
+    async def _know_the_others(self, stack: TierStack, held: HeldChunks, counters: Counters, gate: Gate) -> tuple[Neighbours | None, Drain]:
+        """Find the other servers of this tier, give them what belongs there, and be ready to give them the rest."""
+        settings = self._settings
+        members = create_members(settings, self._broker, self._token, self._tls)
+        neighbours = mover = None
+        if members is not None:
+            await members.open()
+            self._exits.push_async_callback(members.close)
+            neighbours = Neighbours(members, settings.instance_id, settings.tenant)
+            mover = Mover(held, neighbours, counters)
+        if neighbours is not None and mover is not None and settings.rebalance:
+            tasks = TaskSupervisor("rebalance")
+            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, gate.is_open).look, LOOK_S)
+            self._exits.push_async_callback(tasks.close)
+        drain = Drain(settings.drain_timeout_s, stack, held, neighbours, mover)
+        drain.when_it_begins(gate.close)
+        self._exits.push_async_callback(drain.close)
+        return neighbours, drain
 
     async def _open_compat(self, store: ServedStore, counters: Counters) -> None:
         server = create_compat_server(self._settings, store, counters)
@@ -119,7 +162,7 @@ class _Opening:
         settings = self._settings
         if settings.lookup_url is None:
             return None
-        client = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S)
+        client = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
         await client.open()
         self._exits.push_async_callback(client.close)
         reporter = InstanceReporter(client, settings.instance_id, "storage", self._announcer.snapshot)
@@ -137,15 +180,12 @@ class _Opening:
         settings = self._settings
         if settings.broker_url is None:
             return None
-        client = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S)
+        client = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
         await client.open()
         self._exits.push_async_callback(client.close)
+        self._broker = client
         peer = Peer(settings.instance_id, time.time_ns(), advertise_url, "storage", settings.zone, settings.node)
         registration = PeerRegistration(client, peer)
         await registration.open()
         self._exits.push_async_callback(registration.close)
         return registration
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -6,8 +6,10 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
+from lmcache_core.storage.remote.addresses import hosts_of
 from lmcache_servicekit.settings import Port, is_loopback
 from lmcache_servicekit.tier_settings import BYTES_PER_GB, TierSettings
 from pydantic import Field, field_validator, model_validator
@@ -34,12 +36,17 @@ class StorageSettings(TierSettings):
         lookup_url: The lookup service, which is told what this instance holds; or none.
         broker_url: The broker, which is told that this instance serves; or none.
         advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
-        service_token_file: Token that this service shows to lookup and broker.
+        replicas_url: All servers of this tier, `lm://host:port,host:port` or a name that leads to all of them, this one included: it gives
+            them the chunks that belong there, all of them when it ends. By default those that the broker knows.
+        rebalance: Move chunks to their homes when other servers have come or gone.
+        hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST /v1/admin/drain` does.
+        service_token_file: Token that this service shows to lookup, broker and the other servers of its tier, which take chunks of all
+            tenants only from the role `admin`.
         tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs the role `admin`.
         zone: Failure domain of this instance.
         node: Machine of this instance.
         tier_timeout_s: Longest wait on the disk for one request, seconds.
-        drain_timeout_s: How long pending writes may take at the end, seconds.
+        drain_timeout_s: How long pending writes and the handover may take at the end, seconds.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_STORAGE_")
@@ -58,6 +65,9 @@ class StorageSettings(TierSettings):
     lookup_url: str | None = None
     broker_url: str | None = None
     advertise_url: str | None = None
+    replicas_url: str | None = None
+    rebalance: bool = True
+    hand_over_on_stop: bool = True
     service_token_file: Path | None = None
     tenant: str = "default"
     zone: str = Field(default="", max_length=253)
@@ -92,6 +102,18 @@ class StorageSettings(TierSettings):
             parse_distributed_url(value)
         return value
 
+    @field_validator("replicas_url")
+    @classmethod
+    def _check_replicas_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                hosts_of(value)
+            except ConfigError as exc:
+                raise ValueError(str(exc)) from exc
+            if not value.startswith(("lm://", "lm+tls://")):
+                raise ValueError("must be lm://host:port,host:port or lm+tls://…")
+        return value
+
     @model_validator(mode="after")
     def _check_contradictions(self) -> StorageSettings:
         if not is_loopback(self.lm_host) and self.auth_tokens_file is None and not self.allow_anonymous:
@@ -99,6 +121,8 @@ class StorageSettings(TierSettings):
                 f"lm_host={self.lm_host!r} is reachable from other machines, but auth_tokens_file is not set: "
                 "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
             )
+        self.refuse_plaintext("lm_host", self.lm_host)
+        self.check_scheme("advertise_url", self.advertise_url)
         if self.broker_url is not None and self.advertise_url is None and _is_unspecified(self.lm_host):
             raise ValueError(
                 f"broker_url is set and lm_host={self.lm_host!r} is no address that others can reach: set advertise_url=lm://host:port"

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.security import TokenTable
+from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
 
+from lmcache_servicekit.audit import AuditMiddleware
 from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
 from lmcache_servicekit.health import HealthRegistry, create_health_router
 from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
@@ -86,8 +87,9 @@ def create_service_app(
     routers: Sequence[APIRouter],
     bodies: BodyBounds | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
+    only_tenant: str | None = None,
 ) -> ServiceApp:
-    """Build a service's app. Reads the token file; opens nothing else.
+    """Build a service's app. Reads token file and certificates; opens nothing else.
 
     Args:
         settings: The service's settings.
@@ -97,9 +99,10 @@ def create_service_app(
             `include_router` does not reach the metrics' route label.
         bodies: Bounds of request bodies; None means 4 MiB everywhere.
         problems: Entries for the service's own errors.
+        only_tenant: Whose service this is; None: everybody's.
 
     Raises:
-        ConfigError: The token file cannot be read.
+        ConfigError: The token file or a certificate cannot be read.
     """
     version = version_of(distribution)
     app = ServiceApp(
@@ -107,10 +110,16 @@ def create_service_app(
     )
     tokens = TokenTable.anonymous() if settings.auth_tokens_file is None else TokenTable.from_file(settings.auth_tokens_file)
     state = ServiceState(settings, tokens, HealthRegistry(), create_registry(distribution, version))
+    state.only_tenant = only_tenant
+    if settings.tls_cert_file is not None:
+        state.tls = server_context(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
+    if settings.rate_limit_per_tenant is not None:
+        state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
     bounds = bodies or BodyBounds()
     # The one added last is the outermost: refused bodies are counted too.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides)
+    app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
     install_problem_handlers(app, problems)
     for router in (create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings), *routers):

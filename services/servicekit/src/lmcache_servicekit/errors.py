@@ -5,7 +5,7 @@ LMCacheError
 |-- ConflictError          the request contradicts the resource's present state
 |-- PermissionDeniedError  the caller is known, but its role does not allow this
 `-- CapacityError
-    `-- ThrottledError     the caller has too much in flight; it may try again
+    `-- ThrottledError     the caller has too much in flight, or asks too often; it may try again
 
 They know no HTTP: `lmcache_servicekit.problems` maps them.
 """
@@ -28,4 +28,13 @@ class PermissionDeniedError(LMCacheError):
 
 
 class ThrottledError(CapacityError):
-    """The caller has too much in flight; it may try again later."""
+    """The caller has too much in flight, or asks too often; it may try again later.
+
+    Args:
+        message: What there is too much of.
+        retry_after_s: When it may be tried again; None: soon.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -7,8 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
-from lmcache_servicekit.errors import NotFoundError
+from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
 from lmcache_servicekit.logs import LogLevel, is_logger, level_of_root, own_levels, set_level
 
 LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
@@ -41,6 +42,8 @@ def create_log_router() -> APIRouter:
     @router.put("/log-level", summary="Log more, or less, from now on")
     async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
         """Of the whole process, or of one logger that it has: 404 for a name that nothing logs under."""
+        if request.logger == AUDIT_LOGGER:
+            raise PermissionDeniedError("the audit log is written at any level")
         if request.logger is not None and not is_logger(request.logger):
             raise NotFoundError(f"no logger {request.logger!r}: name a module or package of the process, for example lmcache_core")
         set_level(request.level, request.logger)

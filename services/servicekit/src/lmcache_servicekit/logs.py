@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Final, Literal
 
+from lmcache_servicekit.audit import AUDIT_LOGGER
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -36,6 +38,8 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(level: str, log_format: str) -> None:
     """Send all loggers to standard error. Replaces the handlers of the root logger.
 
+    The audit log goes there too, in lines that are JSON whatever the format and are written whatever the level.
+
     Args:
         level: `debug`, `info`, `warning` or `error`.
         log_format: `text` or `json`.
@@ -43,6 +47,12 @@ def configure_logging(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
     logging.getLogger().handlers[:] = [handler]
+    audit = logging.StreamHandler(sys.stderr)
+    audit.setFormatter(logging.Formatter("%(message)s"))
+    audit_logger = logging.getLogger(AUDIT_LOGGER)
+    audit_logger.handlers[:] = [audit]
+    audit_logger.propagate = False
+    audit_logger.setLevel(logging.INFO)
     set_level(level)
 
 

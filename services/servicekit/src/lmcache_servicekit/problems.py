@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -71,7 +72,7 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     errors.NotFoundError: ProblemType("not-found", 404, "There is no such resource"),
     errors.ConflictError: ProblemType("conflict", 409, "The request contradicts the present state"),
     errors.PermissionDeniedError: ProblemType("forbidden", 403, "The caller's role does not allow this"),
-    errors.ThrottledError: ProblemType("throttled", 429, "Too much in flight", headers=_RETRY),
+    errors.ThrottledError: ProblemType("throttled", 429, "Too much at once", headers=_RETRY),
 }
 
 
@@ -112,12 +113,18 @@ def install_problem_handlers(app: FastAPI, more: Mapping[type[Exception], Proble
         if problem.status >= 500:
             logger.warning("%s answered %d: %s", _route_of(request), problem.status, error)
         detail = str(error) if problem.shows_detail else None
-        return problem_response(problem.status, problem.title, problem.type, detail, headers=problem.headers)
+        return problem_response(problem.status, problem.title, problem.type, detail, headers=_headers(problem, error))
 
     app.add_exception_handler(core.LMCacheError, on_domain_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
+
+
+def _headers(problem: ProblemType, error: Exception) -> Mapping[str, str] | None:
+    if not isinstance(error, errors.ThrottledError) or error.retry_after_s is None:
+        return problem.headers
+    return {**(problem.headers or {}), "Retry-After": str(math.ceil(error.retry_after_s))}
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -188,6 +188,8 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
         ws="none",
         timeout_graceful_shutdown=address.settings.shutdown_grace_s,
     )
+    config.load()
+    config.ssl = service_state(app).tls
     # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a graceful end into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, _end)

@@ -24,6 +24,7 @@ S = TypeVar("S", bound="ServiceSettings")
 
 MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 MAX_SHOWN_CHARS: Final = 120
+MAX_RATE_PER_S: Final = 1e9
 CONFIG_NAME: Final = "CONFIG"
 
 _CONSEQUENCE: Final = "default_factory_not_called"
@@ -42,6 +43,12 @@ class ServiceSettings(BaseSettings):
         log_format: `text` for people, `json` for log collectors.
         auth_tokens_file: YAML file of bearer tokens; without it every caller is tenant `default` with the role `admin`.
         allow_anonymous: Allows a host that is not loopback together with no `auth_tokens_file`.
+        tls_cert_file: Certificate (PEM), with those between it and the root behind it. With it every port is encrypted that callers show
+            tokens at. Read again when it changes, as the next two.
+        tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
+        tls_client_ca_file: Authorities (PEM), one of which must have signed a certificate that callers show. None: they show none.
+        allow_plaintext: Allows a host that is not loopback together with tokens and no `tls_cert_file`.
+        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process; None: as many as come.
         instance_id: Name of this process among its peers.
         shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
     """
@@ -54,6 +61,11 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     auth_tokens_file: Path | None = None
     allow_anonymous: bool = False
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    allow_plaintext: bool = False
+    rate_limit_per_tenant: float | None = Field(default=None, gt=0, le=MAX_RATE_PER_S)
     instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(default_factory=socket.gethostname)
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
 
@@ -76,7 +88,31 @@ class ServiceSettings(BaseSettings):
                 f"host={self.host!r} is reachable from other machines, but auth_tokens_file is not set: "
                 "set it, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
             )
+        self.refuse_plaintext("host", self.host)
         return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ServiceSettings:
+        if self.tls_cert_file is None and (self.tls_key_file or self.tls_client_ca_file):
+            raise ValueError("tls_key_file or tls_client_ca_file is set, but tls_cert_file is not: set it, or leave them out")
+        return self
+
+    def refuse_plaintext(self, option: str, host: str) -> None:
+        """For each address that callers show tokens at.
+
+        Args:
+            option: That names the address.
+            host: The address.
+
+        Raises:
+            ValueError: Tokens would cross the network for anybody to read.
+        """
+        is_told_so = self.allow_plaintext or (self.allow_anonymous and self.auth_tokens_file is None)
+        if self.tls_cert_file is None and not is_told_so and not is_loopback(host):
+            raise ValueError(
+                f"{option}={host!r} is reachable from other machines, but tls_cert_file is not set, so that tokens and chunks could be "
+                "read on their way: set it, or set allow_plaintext=true if the network is trusted or encrypts by itself"
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
-from lmcache_core.security import TokenTable
+from lmcache_core.security import RateLimiter, TokenTable
 from prometheus_client import CollectorRegistry
 
+from lmcache_servicekit.errors import ThrottledError
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.settings import ServiceSettings
 from lmcache_servicekit.worker_metrics import WorkerMetrics
@@ -26,6 +28,9 @@ class ServiceState:
         registry: Where the service's metrics are registered.
         ports: Ports beside the HTTP one that a lifespan opened, by name; written to the port file.
         siblings: Where the metrics of all workers of the port are; None: there is only this process.
+        tls: What REST and lm:// are encrypted with; None: they are not.
+        limiter: How much each tenant may ask; None: as much as it likes.
+        only_tenant: Whose service this is; None: everybody's. Callers of other tenants are let in only with the role `admin`.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each bounds its own time and fails never.
     """
 
@@ -36,6 +41,19 @@ class ServiceState:
     ports: dict[str, int] = field(default_factory=dict)
     siblings: WorkerMetrics | None = None
     before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    tls: ssl.SSLContext | None = None
+    limiter: RateLimiter | None = None
+    only_tenant: str | None = None
+
+    def admit(self, tenant: str) -> None:
+        """Take one request of a tenant's.
+
+        Raises:
+            ThrottledError: It has asked too much in the last second.
+        """
+        wait_s = 0.0 if self.limiter is None else self.limiter.wait_s(tenant)
+        if wait_s > 0:
+            raise ThrottledError("this tenant asks more than rate_limit_per_tenant allows", wait_s)
 
 
 def service_state(app: FastAPI) -> ServiceState:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lmcache_core.p2p import is_encrypted
 from lmcache_core.security import validate_tenant
 from lmcache_core.storage.eviction import DEFAULT_POLICY, TenantQuotas, TierLimits
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -45,6 +46,11 @@ class TierSettings(ServiceSettings):
         tenant_quota_gb: What the chunks of one tenant may take of host memory; none: as much as there is.
         tenant_disk_quota_gb: The same for the disk.
         tenant_quotas: Quotas of single tenants, by name, instead of these two.
+        tls_ca_file: Authorities (PEM), one of which must have signed the certificates of those that this service calls by `https://` or
+            `lm+tls://`; None: whom this machine trusts. Read again when it changes, as the next two.
+        tls_client_cert_file: Certificate (PEM) that is shown to them.
+        tls_client_key_file: Its key (PEM, no passphrase), where it is not in the same file.
+        tls_peer_name: What certificates behind `lm+tls://` name; None: the host of the URL.
     """
 
     disk_path: Path | None = None
@@ -55,6 +61,10 @@ class TierSettings(ServiceSettings):
     tenant_quota_gb: QuotaGb | None = None
     tenant_disk_quota_gb: QuotaGb | None = None
     tenant_quotas: dict[Annotated[str, AfterValidator(validate_tenant)], TenantQuotaSettings] = Field(default_factory=dict)
+    tls_ca_file: Path | None = None
+    tls_client_cert_file: Path | None = None
+    tls_client_key_file: Path | None = None
+    tls_peer_name: str | None = Field(default=None, min_length=1, max_length=253)
 
     @property
     def disk_bytes(self) -> int:
@@ -79,6 +89,25 @@ class TierSettings(ServiceSettings):
         if self.disk_path is None and any(disk_quotas):
             raise ValueError("tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set disk_path or leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _check_client_tls(self) -> TierSettings:
+        if self.tls_client_key_file is not None and self.tls_client_cert_file is None:
+            raise ValueError("tls_client_key_file is set, but tls_client_cert_file is not: set it, or leave the key out")
+        return self
+
+    def check_scheme(self, option: str, url: str | None) -> None:
+        """For the URL that others reach lm:// of this service at.
+
+        Args:
+            option: That names it.
+            url: A distributed URL, or none.
+
+        Raises:
+            ValueError: It tells others to come unencrypted, whom this service would not understand.
+        """
+        if url is not None and self.tls_cert_file is not None and not is_encrypted(url):
+            raise ValueError(f"{option}={url!r}, but with tls_cert_file what is served there is encrypted: write lm+tls://")
 
     def _limits(self, default_gb: float | None, by_tenant_gb: Mapping[str, float | None]) -> TierLimits:
         by_tenant = {tenant: int(gb * BYTES_PER_GB) for tenant, gb in by_tenant_gb.items() if gb is not None}

@@ -18,4 +18,4 @@ def create_app(settings: SidecarSettings) -> FastAPI:
         ConfigError: The token file cannot be read.
     """
     routers = [routes.router, pin_routes.router, explain_routes.router, create_log_router()]
-    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers)
+    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant)

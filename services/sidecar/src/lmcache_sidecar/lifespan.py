@@ -15,7 +15,7 @@ from lmcache_core.errors import AuthenticationError, CapacityError, ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
-from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
+from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, distributed_url_of
 from lmcache_core.security import Principal, TicketVerifier, read_ticket_keys
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs, create_codecs
@@ -25,8 +25,9 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire import Authenticate, LmServer
+from lmcache_core.wire import Authenticate, LmServer, ServerLimits
 from lmcache_servicekit.collectors import CodecErrorCollector, CounterCollector, TierCollector
+from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.tier_settings import BYTES_PER_GB
@@ -72,7 +73,8 @@ class _Opening:
         self._exits = exits
         self._announcer = TierAnnouncer(settings.tenant)
         self._tasks = TaskSupervisor("sidecar")
-        self._token = read_secret_file(settings.service_token_file, "service_token_file")
+        self._token = shown_token(settings.service_token_file)
+        self._tls = client_tls(settings)
         self._lookup: LookupClient | None = None
         self._broker: BrokerClient | None = None
 
@@ -125,7 +127,7 @@ class _Opening:
         holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
         sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
         if holders is not None and self._broker is not None:
-            sources.append(PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s))
+            sources.append(PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s, self._tls))
         listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
         handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
@@ -175,8 +177,8 @@ class _Opening:
         settings = self._settings
         if settings.lookup_url is None or settings.broker_url is None:
             return
-        self._lookup = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S)
-        self._broker = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S)
+        self._lookup = LookupClient(settings.lookup_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
+        self._broker = BrokerClient(settings.broker_url, self._token, CLIENT_TIMEOUT_S, tls=self._tls.context)
         for client in (self._lookup, self._broker):
             await client.open()
             self._exits.push_async_callback(client.close)
@@ -185,7 +187,7 @@ class _Opening:
         """Open the codecs, which may take a while, and then all tiers: nothing is compiled once something is served."""
         await codecs.open()
         self._exits.push_async_callback(codecs.close)
-        maker = TierMaker(self._settings, self._announcer, codecs, self._token)
+        maker = TierMaker(self._settings, self._announcer, codecs, self._token, self._tls)
         tiers = maker.make(keeper.allocator, keeper.on_kept, self._lookup, self._broker)
         stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
         await stack.open()
@@ -208,11 +210,12 @@ class _Opening:
             host=settings.lm_host,
             port=settings.lm_port,
             verify_ticket=verifier,
+            limits=ServerLimits(admit=self._state.admit),
         )
-        await server.open()
+        await server.open(self._state.tls)
         self._exits.push_async_callback(server.close)
         self._state.ports["lm_port"] = server.port
-        parts.distributed_url = settings.distributed_url or f"lm://{settings.lm_host}:{server.port}"
+        parts.distributed_url = settings.distributed_url or distributed_url_of(settings.lm_host, server.port, self._state.tls is not None)
 
     async def _join(self, parts: SidecarParts) -> None:
         """Become known to lookup and broker, in the background: neither is waited for."""

@@ -165,4 +165,6 @@ class SidecarSettings(TierSettings):
                 f"lm_host={self.lm_host!r} is reachable from other machines, but neither ticket_keys_file nor auth_tokens_file is set: "
                 "set one, or set allow_anonymous=true if a NetworkPolicy is all the protection you want"
             )
+        self.refuse_plaintext("lm_host", self.lm_host)
+        self.check_scheme("distributed_url", self.distributed_url)
         return self

@@ -8,6 +8,7 @@ from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs
@@ -52,13 +53,15 @@ class TierMaker:
         announcer: Hears of what they give up.
         codecs: Made with the serdes of the settings.
         token: What the remote tier is shown.
+        tls: Whom to trust behind `lm+tls://` and `https://`, and what to show there.
     """
 
-    def __init__(self, settings: SidecarSettings, announcer: TierAnnouncer, codecs: Codecs, token: str | None) -> None:
+    def __init__(self, settings: SidecarSettings, announcer: TierAnnouncer, codecs: Codecs, token: ShownToken, tls: ClientTls) -> None:
         self._settings = settings
         self._announcer = announcer
         self._codecs = codecs
         self._token = token
+        self._tls = tls
 
     def make(
         self, memory: ArenaAllocator, on_kept: OnKept | None, lookup: LookupClient | None, broker: BrokerClient | None
@@ -105,14 +108,14 @@ class TierMaker:
         """They encode as they are set; what is taken from them is what this sidecar would send."""
         settings = self._settings
         accepts = self._accepts(settings.peer_serde)
-        pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts)
+        pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts, tls=self._tls)
         peers = P2PBackend(settings.instance_id, lookup, broker, pool)
         return EncodedBackend(peers, self._codecs, accepts_lossy=accepts.lossy, seals=True)
 
     def _remote(self, url: str) -> StorageBackend:
         settings = self._settings
         accepts = self._accepts(settings.remote_serde)
-        remote = create_remote_backend(url, token=self._token, timeout_s=settings.tier_timeout_s, accepts=accepts)
+        remote = create_remote_backend(url, token=self._token, timeout_s=settings.tier_timeout_s, accepts=accepts, tls=self._tls)
         return EncodedBackend(remote, self._codecs, settings.remote_serde, seals=True)
 
     def _accepts(self, serde: str) -> Accepts:

@@ -81,6 +81,7 @@ IMPOSSIBLE = [
     *((name, v) for name in ("disk_fsync", "save_unfull_chunk") for v in ("false", 0, None)),
     *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
     *((name, v) for name in ("enable_blending", "enable_p2p") for v in (True, "no")),
+    *((f"remote_tls_{name}_file", v) for name in ("ca", "cert", "key") for v in (5, False, "", " ")),
     ("enable_blending", None),
     *(("salt", v) for v in (None, 12345)),
 ]
@@ -153,6 +154,9 @@ CONTRADICTORY = [
     ({"disk_fsync": True}, "set local_disk or leave disk_fsync out"),
     ({"local_disk_serde": "lossless"}, "set local_disk or leave local_disk_serde out"),
     ({"remote_url": "redis://host", "remote_token_file": "/t"}, "leave remote_token_file out"),
+    ({"remote_url": "lm://host", "remote_tls_ca_file": "/ca"}, "nothing there is encrypted"),
+    ({"remote_url": None, "remote_tls_cert_file": "/c"}, "nothing there is encrypted"),
+    ({"remote_url": "lm+tls://host", "remote_tls_key_file": "/k"}, "a key without its certificate"),
 ]
 BESIDE_SIDECAR = {
     "local_cpu": (False, "keeps chunks in its memory"),
@@ -165,6 +169,9 @@ BESIDE_SIDECAR = {
     "chunk_ttl_s": (60, "leave it out"),
     "disk_fsync": (True, "disk_fsync"),
     "remote_token_file": ("/t", "service_token_file"),
+    "remote_tls_ca_file": ("/ca", "tls_ca_file"),
+    "remote_tls_cert_file": ("/cert", "tls_client_cert_file"),
+    "remote_tls_key_file": ("/key", "tls_client_key_file"),
     "remote_serde": ("cachegen", "remote_serde"),
     "local_disk_serde": ("cachegen", "disk_serde"),
 }

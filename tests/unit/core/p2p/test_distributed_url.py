@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_core.p2p import DistributedUrl, parse_distributed_url
+from lmcache_core.p2p import DistributedUrl, distributed_url_of, is_encrypted, parse_distributed_url
 
 
 @pytest.mark.parametrize(
@@ -10,10 +10,14 @@ from lmcache_core.p2p import DistributedUrl, parse_distributed_url
         ("lm://10.0.0.7:65433", "10.0.0.7", 65433),
         ("lm://vllm-0.vllm.prod.svc:1", "vllm-0.vllm.prod.svc", 1),
         ("lm://[fd00::7]:65535", "fd00::7", 65535),
+        ("lm+tls://10.0.0.7:65433", "10.0.0.7", 65433),
+        ("lm+tls://[fd00::7]:65535", "fd00::7", 65535),
     ],
 )
 def test_good_urls(url: str, host: str, port: int) -> None:
     assert parse_distributed_url(url) == DistributedUrl(host, port)
+    assert is_encrypted(url) is url.startswith("lm+tls:")
+    assert distributed_url_of(host, port, is_encrypted(url)) == url
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,9 @@ def test_good_urls(url: str, host: str, port: int) -> None:
         "10.0.0.7:65433",
         "http://a:1",
         "LM://a:1",
+        "lm+ssl://a:1",
+        "lmttls://a:1",
+        "lm+tlslm://a:1",
         "lm://a",
         "lm://a:",
         "lm://a:0",

@@ -102,7 +102,7 @@ def test_the_document_names_every_route_and_what_it_answers(tmp_path: Path) -> N
 
 
 async def test_roles(tmp_path: Path) -> None:
-    async with serving(tmp_path, auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")) as (client, _):
+    async with serving(tmp_path, tenant="acme", auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")) as (client, _):
         for (method, path), role in ROLES.items():
             codes = [
                 (await client.request(method, path, headers={"authorization": f"Bearer {token}"}, json={"num_bytes": "x"})).status_code
@@ -136,3 +136,11 @@ async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> N
         ], "without the root, which holds the salt"
         assert (status["num_clients"], status["reserved_bytes"]) == (1, 1024)
         assert len(parts.descriptions) == 1
+
+
+async def test_clients_of_another_tenant_see_nothing_of_this_one(tmp_path: Path) -> None:
+    async with serving(tmp_path, tenant="rival", auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")) as (client, _):
+        for path in ("/v1/status", "/v1/tiers", "/v1/clients", "/v1/log-level"):
+            answer = await client.get(path, headers={"authorization": f"Bearer {CLIENT_TOKEN}"})
+            assert (answer.status_code, answer.json()["detail"]) == (403, "this service belongs to another tenant")
+        assert (await client.get("/v1/status", headers={"authorization": f"Bearer {ADMIN_TOKEN}"})).status_code == 200, "an operator's"

@@ -13,7 +13,8 @@ from lmcache_core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache_core.config.engine_config import LMCacheEngineConfig
 
-TOKEN_SCHEMES = ("lm", "http", "https")
+TOKEN_SCHEMES = ("lm", "lm+tls", "http", "https")
+TLS_SCHEMES = ("lm+tls", "https")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,20 @@ CONTRADICTIONS = (
         ("remote_token_file", "remote_url"),
         lambda c: bool(c.remote_token_file and c.remote_url) and urlsplit(c.remote_url).scheme not in TOKEN_SCHEMES,
         f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its URL, and leave remote_token_file out",
+    ),
+    Contradiction(
+        ("remote_url", "remote_tls_ca_file", "remote_tls_cert_file"),
+        lambda c: (
+            bool(c.remote_tls_ca_file or c.remote_tls_cert_file)
+            and c.sidecar_socket is None
+            and urlsplit(c.remote_url or "").scheme not in TLS_SCHEMES
+        ),
+        f"nothing there is encrypted; write a remote_url with {' or '.join(TLS_SCHEMES)}, or leave the files out",
+    ),
+    Contradiction(
+        ("remote_tls_key_file", "remote_tls_cert_file"),
+        lambda c: c.sidecar_socket is None and c.remote_tls_key_file is not None and c.remote_tls_cert_file is None,
+        "a key without its certificate; set remote_tls_cert_file or leave remote_tls_key_file out",
     ),
 )
 

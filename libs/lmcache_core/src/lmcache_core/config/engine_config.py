@@ -106,7 +106,7 @@ class LMCacheEngineConfig(DocumentedOptions):
         default=None,
         metadata=about(
             "Remote tier",
-            "File with the bearer token for `remote_url`, if that is lm, http or https.",
+            "File with the bearer token for `remote_url`, if that is lm, lm+tls, http or https. Read again when it changes.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's service_token_file",
         ),
@@ -121,6 +121,33 @@ class LMCacheEngineConfig(DocumentedOptions):
             "How chunks are encoded for the local disk; as `remote_serde`, without the formats that are no smaller.",
             choices=DISK_SERDES,
             beside_sidecar="set the sidecar's disk_serde",
+        ),
+    )
+    remote_tls_ca_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Remote tier",
+            "Authorities (PEM) that may sign the certificate of `remote_url`, if that is lm+tls or https; none: those of this machine.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's tls_ca_file",
+        ),
+    )
+    remote_tls_cert_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Remote tier",
+            "Certificate (PEM) that is shown to `remote_url`, with the key behind it or in `remote_tls_key_file`.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's tls_client_cert_file",
+        ),
+    )
+    remote_tls_key_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Remote tier",
+            "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's tls_client_key_file",
         ),
     )
 

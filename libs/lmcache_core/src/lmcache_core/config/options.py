@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from lmcache_core.errors import ConfigError
 
-REMOTE_SCHEMES = ("lm", "redis", "rediss", "redis-sentinel", "http", "https", "file")
+REMOTE_SCHEMES = ("lm", "lm+tls", "redis", "rediss", "redis-sentinel", "http", "https", "file")
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 EVICTION_POLICIES = ("s3lru", "s3fifo", "lru")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")

@@ -1,18 +1,21 @@
 """Peers that serve one another's chunks: their addresses, the broker's client and the lease that keeps an instance known."""
 
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.distributed_url import DistributedUrl, parse_distributed_url
-from lmcache_core.p2p.messages import Assignment, Lease, Peer, PeerKind, PeerStatus
+from lmcache_core.p2p.distributed_url import DistributedUrl, distributed_url_of, is_encrypted, parse_distributed_url
+from lmcache_core.p2p.messages import Assignment, HeldBy, Lease, Peer, PeerKind, PeerStatus
 from lmcache_core.p2p.registration import PeerRegistration
 
 __all__ = [
     "BrokerClient",
     "PeerRegistration",
     "Assignment",
+    "HeldBy",
     "Lease",
     "Peer",
     "PeerKind",
     "PeerStatus",
     "DistributedUrl",
+    "distributed_url_of",
+    "is_encrypted",
     "parse_distributed_url",
 ]

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p.distributed_url import parse_distributed_url
+from lmcache_core.p2p.distributed_url import is_encrypted, parse_distributed_url
+from lmcache_core.security import ClientTls, ShownToken, client_context
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 MAX_PEERS: Final = 128
 SUSPECT_S: Final = 2.0
 """So long a peer that came to a standstill is not asked: a stopped process takes connections and never answers."""
+
+
+def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions) -> LmClient:
+    """The client of a peer, encrypted where its URL says so, and nowhere else.
+
+    Args:
+        distributed_url: Of the peer.
+        token: What it is shown.
+        options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this machine.
+
+    Raises:
+        ValueError: Not a distributed URL.
+    """
+    host, port = parse_distributed_url(distributed_url)
+    tls = (options.tls or ClientTls(client_context())) if is_encrypted(distributed_url) else None
+    return LmClient(host, port, token, replace(options, tls=tls))
 
 
 class PeerPool:
@@ -25,10 +43,21 @@ class PeerPool:
         timeout_s: Deadline of a call.
         connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off interval.
         accepts: Which records peers may send.
+        tls: Whom to trust and what to show where peers are encrypted; None: who is trusted on this machine.
     """
 
-    def __init__(self, name: str, tier: str, timeout_s: float, connect_timeout_s: float = 0.5, accepts: Accepts = ONLY_LOSSLESS) -> None:
-        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier, accepts=accepts)
+    def __init__(
+        self,
+        name: str,
+        tier: str,
+        timeout_s: float,
+        connect_timeout_s: float = 0.5,
+        accepts: Accepts = ONLY_LOSSLESS,
+        tls: ClientTls | None = None,
+    ) -> None:
+        self._options = ClientOptions(
+            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, name=name, tier=tier, accepts=accepts, tls=tls
+        )
         self._clients: OrderedDict[str, LmClient] = OrderedDict()
         self._suspects: OrderedDict[str, float] = OrderedDict()
 
@@ -48,8 +77,7 @@ class PeerPool:
             raise UnavailableError(f"{distributed_url} came to a standstill and is left alone for {SUSPECT_S:g} s")
         client = self._clients.get(distributed_url)
         if client is None:
-            host, port = parse_distributed_url(distributed_url)
-            client = self._clients[distributed_url] = LmClient(host, port, None, self._options)
+            client = self._clients[distributed_url] = peer_client(distributed_url, None, self._options)
         self._clients.move_to_end(distributed_url)
         if len(self._clients) > MAX_PEERS:
             _, oldest = self._clients.popitem(last=False)

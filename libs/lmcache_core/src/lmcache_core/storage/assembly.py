@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.errors import ConfigError
+from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.telemetry import Counters
 
@@ -48,18 +48,15 @@ def create_lower_tiers(config: LMCacheEngineConfig, counters: Counters | None = 
         from lmcache_core.storage.remote import create_remote_backend
         from lmcache_core.wire.capabilities import Accepts
 
-        token = None if config.remote_token_file is None else _read_token(Path(config.remote_token_file))
+        token = None if config.remote_token_file is None else TokenFile(Path(config.remote_token_file), "remote_token_file")
         accepts = Accepts(codecs.is_lossy(remote_serde), frozenset(codecs.decodable()))
-        remote = create_remote_backend(config.remote_url, token, config.tier_timeout_s, accepts=accepts)
+        remote = create_remote_backend(config.remote_url, token, config.tier_timeout_s, accepts=accepts, tls=_tls(config))
         tiers.append(EncodedBackend(remote, codecs, remote_serde, seals=seals))
     return [PricedBackend(BreakerBackend(LoggedBackend(MeteredBackend(tier)))) for tier in tiers]
 
 
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"remote_token_file={str(path)!r}: cannot be read: {exc}") from exc
-    if not token:
-        raise ConfigError(f"remote_token_file={str(path)!r}: is empty; it must hold the bearer token")
-    return token
+def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
+    named = (config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file)
+    if not any(named):
+        return None
+    return ClientTls(client_context(TlsFiles(*(None if name is None else Path(name) for name in named))))

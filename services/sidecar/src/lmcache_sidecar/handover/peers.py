@@ -8,8 +8,10 @@ from typing import TypeVar
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder
-from lmcache_core.p2p import BrokerClient, PeerStatus, parse_distributed_url
+from lmcache_core.p2p import BrokerClient, PeerStatus
+from lmcache_core.p2p.pool import peer_client
 from lmcache_core.record import Chunk
+from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire import ClientOptions, LmClient
@@ -35,14 +37,23 @@ class PeerSource:
         holders: Tells who has what already.
         token: What peers are shown.
         timeout_s: Longest wait for a peer's answer.
+        tls: Whom to trust and what to show where peers are encrypted.
     """
 
-    def __init__(self, instance: str, broker: BrokerClient, holders: Holders, token: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        instance: str,
+        broker: BrokerClient,
+        holders: Holders,
+        token: ShownToken,
+        timeout_s: float,
+        tls: ClientTls | None = None,
+    ) -> None:
         self._instance = instance
         self._broker = broker
         self._holders = holders
         self._token = token
-        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=CONNECT_TIMEOUT_S, name=instance, tier=PEER_TIER)
+        self._options = ClientOptions(timeout_s=timeout_s, connect_timeout_s=CONNECT_TIMEOUT_S, name=instance, tier=PEER_TIER, tls=tls)
         self._clients: dict[str, LmClient] = {}
         self._live: frozenset[str] = frozenset()
 
@@ -76,8 +87,7 @@ class PeerSource:
     def _client(self, peer: PeerStatus) -> LmClient:
         client = self._clients.get(peer.distributed_url)
         if client is None:
-            host, port = parse_distributed_url(peer.distributed_url)
-            client = self._clients[peer.distributed_url] = LmClient(host, port, self._token, self._options)
+            client = self._clients[peer.distributed_url] = peer_client(peer.distributed_url, self._token, self._options)
         return client
 
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
@@ -19,6 +20,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "Locate", "RemoteOptions", "creat
 _MODULES = MappingProxyType(
     {
         "lm": "lmcache_core.storage.remote.lm",
+        "lm+tls": "lmcache_core.storage.remote.lm",
         "redis": "lmcache_core.storage.remote.redis",
         "rediss": "lmcache_core.storage.remote.redis",
         "redis-sentinel": "lmcache_core.storage.remote.redis",
@@ -31,16 +33,17 @@ _MODULES = MappingProxyType(
 
 def create_remote_backend(
     url: str,
-    token: str | None = None,
+    token: ShownToken = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     client_name: str = "lmcache",
     accepts: Accepts = ONLY_LOSSLESS,
     locate: Locate | None = None,
+    tls: ClientTls | None = None,
 ) -> StorageBackend:
     """The tier behind that URL, not opened.
 
     Args:
-        url: `lm://host:port[,host:port…]`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
+        url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or `rediss://[user:password@]host:port/db[?ttl_s=…]`,
             `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or `https://host:port`,
             `file:///directory`, which exists and is shared by all who name it.
         token: Bearer token for lm and http.
@@ -48,6 +51,7 @@ def create_remote_backend(
         client_name: This process, for the server's logs.
         accepts: Which records the server may send, where the protocol can say it; by default only those without loss.
         locate: Knows where chunks are that are not at home, for lm:// with several servers.
+        tls: Whom lm+tls and https trust, and what they show; None: who is trusted on this machine.
 
     Raises:
         ConfigError: The URL is not one of these, or its client library is not installed.
@@ -59,7 +63,7 @@ def create_remote_backend(
         module = importlib.import_module(_MODULES[scheme])
     except ModuleNotFoundError as exc:
         raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
-    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate))
+    backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls))
     return backend
 
 

@@ -1,0 +1,131 @@
+"""The audit log: one JSON line for each admin action, done or refused, on a logger of its own.
+
+What is written is decided by the layer that checks the role, so that no route can forget it. Of a request's body only the fields of
+`AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import Request
+from lmcache_core.security import Principal
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+AUDIT_LOGGER: Final = "lmcache.audit"
+MAX_AUDITED_BODY_BYTES: Final = 64 << 10
+MAX_AUDITED_CHARS: Final = 256
+AUDITED_FIELDS: Final = frozenset({"tenant", "all_tenants", "num_bytes", "tiers", "ttl_s", "level", "logger"})
+
+_SCOPE_KEY: Final = "lmcache.audit"
+_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+logger = logging.getLogger(AUDIT_LOGGER)
+
+
+@dataclass(slots=True)
+class AuditEntry:
+    """An admin action underway.
+
+    Attributes:
+        action: Method and path.
+        client: Address that it came from.
+        principal: Who asked; None: it is not known.
+        details: The audited fields of the body.
+    """
+
+    action: str
+    client: str
+    principal: Principal | None = None
+    details: dict[str, Any] | None = None
+
+
+def begin_audit(request: Request) -> AuditEntry | None:
+    """Have this request written down when it is answered; None: it only reads."""
+    if request.method in _READING:
+        return None
+    client = "unknown" if request.client is None else request.client.host
+    entry = AuditEntry(f"{request.method} {request.url.path}"[:MAX_AUDITED_CHARS], client)
+    request.scope[_SCOPE_KEY] = entry
+    return entry
+
+
+async def note_body(request: Request, entry: AuditEntry) -> None:
+    """Take down the audited fields of a JSON body, if it is not too long."""
+    body = await request.body()
+    if not body or len(body) > MAX_AUDITED_BODY_BYTES:
+        return
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):  # refused as not valid by the route
+        return
+    if isinstance(values, dict):
+        entry.details = {name: _short(value) for name, value in values.items() if name in AUDITED_FIELDS}
+
+
+class AuditMiddleware:
+    """Writes the line of an admin action when its answer has begun, or it has failed.
+
+    Args:
+        app: The next application.
+        service: Name of the service.
+        instance: Name of this process among its peers.
+    """
+
+    def __init__(self, app: ASGIApp, service: str, instance: str) -> None:
+        self._app = app
+        self._service = service
+        self._instance = instance
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http" or scope["method"] in _READING:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            entry = scope.get(_SCOPE_KEY)
+            if isinstance(entry, AuditEntry):
+                self._write(entry, status)
+
+    def _write(self, entry: AuditEntry, status: int) -> None:
+        principal = entry.principal
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "service": self._service,
+            "instance": self._instance,
+            "who": None if principal is None else principal.name,
+            "tenant": None if principal is None else principal.tenant,
+            "role": None if principal is None else principal.role,
+            "client": entry.client,
+            "what": entry.action,
+            "details": entry.details or {},
+            "status": status,
+            "result": _result(status),
+        }
+        logger.info("%s", json.dumps(line))
+
+
+def _result(status: int) -> str:
+    if status < 400:
+        return "done"
+    return "refused" if status < 500 else "failed"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, bool | int | float) or value is None:
+        return value
+    return str(value)[:MAX_AUDITED_CHARS]

@@ -1,0 +1,28 @@
+"""What a service shows to those that it calls, and whom it trusts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
+
+from lmcache_servicekit.tier_settings import TierSettings
+
+
+def shown_token(path: Path | None) -> TokenFile | None:
+    """The token of `service_token_file`, read again when it changes.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no token.
+    """
+    return None if path is None else TokenFile(path, "service_token_file")
+
+
+def client_tls(settings: TierSettings) -> ClientTls:
+    """For `https://` and `lm+tls://`, read again when the files change.
+
+    Raises:
+        ConfigError: A file cannot be read or does not fit.
+    """
+    files = TlsFiles(settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file)
+    return ClientTls(client_context(files), settings.tls_peer_name)
