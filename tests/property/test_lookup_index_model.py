@@ -1,4 +1,4 @@
-"""Whatever is done to them, the embedded index and the one in Redis answer the same, and as the rules say."""
+"""Whatever is done to them, the embedded index, the one in Redis and the one in a cluster answer the same, and as the rules say."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState,
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
+from tests.fixtures.redis_cluster import RedisClusterServers, running_cluster
 from tests.fixtures.redis_server import RedisServer, running_redis
 
 TENANTS = ("t1", "t2")
@@ -104,21 +105,28 @@ def server() -> Iterator[RedisServer]:
         yield redis_server
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisClusterServers]:
+    with running_cluster(node_timeout_ms=10_000) as servers:
+        yield servers
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(steps, max_size=30))
-def test_both_indexes_follow_the_model(server: RedisServer, plan: Sequence[tuple[object, ...]]) -> None:
+def test_all_indexes_follow_the_model(server: RedisServer, cluster: RedisClusterServers, plan: Sequence[tuple[object, ...]]) -> None:
     with server.client() as raw:
         raw.flushall()
-    asyncio.run(follow(server.url, plan))
+    cluster.flush()
+    asyncio.run(follow([server.url, cluster.url], plan))
 
 
-async def follow(url: str, plan: Sequence[tuple[object, ...]]) -> None:
+async def follow(urls: Sequence[str], plan: Sequence[tuple[object, ...]]) -> None:
     model = Model()
-    indexes: list[LookupIndex] = [EmbeddedIndex(1000, 100), RedisIndex(url, RedisIndexOptions(10, 10))]
+    indexes: list[LookupIndex] = [EmbeddedIndex(1000, 100), *(RedisIndex(url, RedisIndexOptions(10, 10)) for url in urls)]
     try:
         for step in plan:
             expected = await take(model, indexes, *step)
-            assert expected[0] == expected[1] == expected[2], step
+            assert expected == [expected[0]] * (1 + len(indexes)), step
             for tenant in TENANTS:
                 for index in indexes:
                     found = await index.holders(tenant, CHUNKS)
@@ -156,4 +164,4 @@ async def take(model: Model, indexes: list[LookupIndex], kind: object, *argument
     else:
         for index in indexes:
             await index.sweep()
-    return [None, None, None]
+    return [None] * (1 + len(indexes))
