@@ -158,7 +158,9 @@ class FrameStream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)
+        # Writing pauses as soon as anything waits to be sent. TLS counts from its limit on, and at 0 would pause with nothing to wait for.
+        is_encrypted = transport.get_extra_info("sslcontext") is not None
+        self._transport.set_write_buffer_limits(high=int(is_encrypted))
         sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None:
             _tune(sock)
