@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
-from lmcache_broker.transfers.service import TransferService
 from lmcache_core.p2p import Peer
-from lmcache_core.security import Principal, TicketSigner, TicketVerifier
+from lmcache_core.security import Principal, TicketVerifier
 from lmcache_servicekit.errors import ConflictError
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock
+from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, at_once, transfer_service
+from tests.fixtures.broker import wanted as wanted_from
 
 IDS = ["a", "b", "c", "d"]
 MAX_PULLS = 3
@@ -40,14 +40,7 @@ class BrokerMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = TransferService(
-            self.directory,
-            TicketSigner(KEYS, "k1"),
-            max_pulls=MAX_PULLS,
-            ticket_ttl_ms=int(TICKET_S * 1000),
-            clock=self.clock,
-            wall_clock_ms=self.clock.unix_ms,
-        )
+        self.service = transfer_service(self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=int(TICKET_S * 1000))
         self.models: dict[tuple[str, str], Model] = {}
 
     def live(self, principal: Principal, peer_id: str) -> Model | None:
@@ -98,7 +91,7 @@ class BrokerMachine(RuleBasedStateMachine):
         wanted=st.dictionaries(chunk_ids, holder_lists, max_size=8),
     )
     def transfer(self, who: Principal, requester: str, wanted: dict[str, list[str]]) -> None:
-        plan = self.service.assign(who, requester, wanted)
+        plan = at_once(self.service.assign(who, requester, wanted_from(wanted)))
         served = [chunk for pull in plan.assignments for chunk in pull.chunk_ids]
         assert sorted([*served, *plan.unassigned]) == sorted(wanted)
         assert len({pull.instance for pull in plan.assignments}) == len(plan.assignments)

@@ -90,7 +90,14 @@ async def test_transfers(rest: httpx.AsyncClient) -> None:
     assert (pull["instance"], pull["distributed_url"], pull["chunk_ids"]) == ("a", "lm://10.0.0.1:65433", [CHUNK])
     ticket = TicketVerifier({"k1": b"k" * 32}, "a").verify(pull["ticket"])
     assert (ticket.requester, ticket.tenant, ticket.expires_unix_ms) == ("me", "default", pull["expires_ms"])
-    assert (await rest.get("/v1/stats")).json() == {"num_peers": 1, "num_draining": 0, "num_pulls": 1, "max_pulls_per_peer": 64}
+    assert (await rest.get("/v1/stats")).json() == {
+        "num_peers": 1,
+        "num_draining": 0,
+        "num_pulls": 1,
+        "max_pulls_per_peer": 64,
+        "num_waiting": 0,
+        "is_shared": False,
+    }
     metrics = (await rest.get("/metrics")).text
     for line in ("peers 1.0", "pulls_in_flight 1.0", "pulls_total 1.0", "assigned_chunks_total 1.0", "unassigned_chunks_total 1.0"):
         assert f"\nlmcache_broker_{line}\n" in metrics

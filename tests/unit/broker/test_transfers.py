@@ -1,10 +1,10 @@
 import pytest
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
-from lmcache_broker.transfers.service import TransferPlan, TransferService
+from lmcache_broker.transfers.service import TransferPlan
 from lmcache_core.p2p import Peer
-from lmcache_core.security import Principal, Ticket, TicketSigner, TicketVerifier
+from lmcache_core.security import Principal, Ticket, TicketVerifier
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer
+from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, at_once, peer, transfer_service, wanted
 
 TTL_MS = 5_000
 
@@ -15,21 +15,16 @@ class World:
     def __init__(self, max_pulls: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(1000, 1000, 3_600_000), self.clock)
-        self.service = TransferService(
-            self.directory,
-            TicketSigner(KEYS, "k1"),
-            max_pulls=max_pulls,
-            ticket_ttl_ms=TTL_MS,
-            clock=self.clock,
-            wall_clock_ms=self.clock.unix_ms,
-        )
+        self.service = transfer_service(self.directory, self.clock, max_pulls=max_pulls, ticket_ttl_ms=TTL_MS)
 
     def add(self, *peers: Peer, load: float = 0.0, principal: Principal = ACME, draining: bool = False) -> None:
         for each in peers:
             self.directory.announce(principal, each, load=load, ttl_ms=600_000, draining=draining)
 
     def ask(self, holders_by_chunk: dict[str, list[str]], requester: str = "me", principal: Principal = ACME) -> TransferPlan:
-        return self.service.assign(principal, requester, holders_by_chunk)
+        plan = at_once(self.service.assign(principal, requester, wanted(holders_by_chunk)))
+        self.service.count(plan)
+        return plan
 
     def chosen(self, *holders: str, requester: str = "me", principal: Principal = ACME) -> str | None:
         plan = self.ask({"c": list(holders)}, requester, principal)
@@ -113,7 +108,7 @@ def test_the_requester_the_dead_and_the_draining_are_not_chosen(world: World) ->
     world.add(peer("leaving"), draining=True)
     world.directory.announce(ACME, peer("dead"), load=0.0, ttl_ms=1_000, draining=False)
     world.clock.now_s += 1
-    assert world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]}) == TransferPlan([], ["c"])
+    assert world.ask({"c": ["me", "drained", "leaving", "dead", "unheard-of"]}) == TransferPlan([], ["c"], [])
 
 
 def test_a_ticket_names_peer_requester_and_the_callers_tenant(world: World) -> None:

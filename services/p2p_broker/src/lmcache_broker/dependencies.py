@@ -7,9 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from lmcache_broker.peers.service import PeerDirectory
+from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.settings import BrokerSettings
-from lmcache_broker.transfers.service import TransferService
+from lmcache_broker.transfers.desk import TransferDesk
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class BrokerParts:
     """The parts of one broker; they live as long as its app."""
 
     settings: BrokerSettings
-    directory: PeerDirectory
-    transfers: TransferService
+    registry: PeerRegistry
+    desk: TransferDesk
 
 
 def broker_parts(request: Request) -> BrokerParts:

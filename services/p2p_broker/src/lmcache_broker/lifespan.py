@@ -1,4 +1,4 @@
-"""Opens the broker's parts. All of them live in memory: there is nothing to close."""
+"""Opens and closes the broker's parts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
+from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketSigner
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
 from lmcache_broker.metrics import BrokerCollector
+from lmcache_broker.peers.redis_peers import RedisPeers
+from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
 from lmcache_broker.settings import BrokerSettings
-from lmcache_broker.transfers.service import TransferService
+from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.service import TransferLimits, TransferService
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +30,31 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: Mapping[str, bytes]) 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if settings.ticket_keys is None and settings.ticket_keys_file is None:
             logger.warning("no ticket keys are set: peers that check tickets will refuse those of this broker")
-        directory = PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms))
+        registry = PeerRegistry(
+            PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)), _shared(settings)
+        )
         signer = TicketSigner(ticket_keys, active=next(iter(ticket_keys)))
-        transfers = TransferService(directory, signer, max_pulls=settings.max_pulls_per_peer, ticket_ttl_ms=settings.ticket_ttl_ms)
-        service_state(app).registry.register(BrokerCollector(directory, transfers))
-        app.state.broker = BrokerParts(settings, directory, transfers)
-        yield
+        transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
+        desk = TransferDesk(transfers)
+        state = service_state(app)
+        state.registry.register(BrokerCollector(registry, desk, transfers.figures))
+        app.state.broker = BrokerParts(settings, registry, desk)
+        tasks = TaskSupervisor("broker")
+        if settings.redis_url is not None:
+            tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
+            state.health.add("redis", registry.ping, timeout_s=settings.redis_timeout_ms / 1000, required=False)
+        await desk.open()
+        try:
+            yield
+        finally:
+            await desk.close()
+            await tasks.close()
+            await registry.close()
 
     return lifespan
+
+
+def _shared(settings: BrokerSettings) -> RedisPeers | None:
+    if settings.redis_url is None:
+        return None
+    return RedisPeers(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1000)

@@ -8,8 +8,9 @@ from typing import Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmcache_broker.peers.service import PeerDirectory
-from lmcache_broker.transfers.service import TransferService
+from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.service import TransferFigures
 
 PEERS: Final = "lmcache_broker_peers"
 DRAINING_PEERS: Final = "lmcache_broker_draining_peers"
@@ -18,23 +19,34 @@ PULLS_TOTAL: Final = "lmcache_broker_pulls_total"
 ASSIGNED_CHUNKS_TOTAL: Final = "lmcache_broker_assigned_chunks_total"
 UNASSIGNED_CHUNKS_TOTAL: Final = "lmcache_broker_unassigned_chunks_total"
 EXPIRED_LEASES_TOTAL: Final = "lmcache_broker_expired_leases_total"
+WAITING_REQUESTS: Final = "lmcache_broker_waiting_requests"
+QUEUED_REQUESTS_TOTAL: Final = "lmcache_broker_queued_requests_total"
+TURNED_AWAY_REQUESTS_TOTAL: Final = "lmcache_broker_turned_away_requests_total"
+IS_SHARED: Final = "lmcache_broker_is_shared"
+SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
 
 class BrokerCollector(Collector):
     """Reads the figures when Prometheus asks."""
 
-    def __init__(self, directory: PeerDirectory, transfers: TransferService) -> None:
-        self._directory = directory
-        self._transfers = transfers
+    def __init__(self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures) -> None:
+        self._registry = registry
+        self._desk = desk
+        self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the broker."""
-        census = self._directory.census()
-        figures = self._transfers.figures
+        census = self._registry.census()
+        figures = self._figures
         yield GaugeMetricFamily(PEERS, "Peers with a live lease.", census.num_peers)
         yield GaugeMetricFamily(DRAINING_PEERS, "Live peers that get no new pulls.", census.num_draining)
-        yield GaugeMetricFamily(PULLS_IN_FLIGHT, "Tickets that have not expired.", census.num_pulls)
-        yield CounterMetricFamily(EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", self._directory.num_expired)
+        yield GaugeMetricFamily(PULLS_IN_FLIGHT, "Pulls that have neither ended nor outlived their tickets.", census.num_pulls)
+        yield CounterMetricFamily(EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", self._registry.directory.num_expired)
         yield CounterMetricFamily(PULLS_TOTAL, "Tickets signed.", figures.num_pulls)
         yield CounterMetricFamily(ASSIGNED_CHUNKS_TOTAL, "Chunks that were assigned to a peer.", figures.num_assigned)
         yield CounterMetricFamily(UNASSIGNED_CHUNKS_TOTAL, "Chunks that no live peer could serve.", figures.num_unassigned)
+        yield GaugeMetricFamily(WAITING_REQUESTS, "Requests that wait for a busy peer.", self._desk.num_waiting)
+        yield CounterMetricFamily(QUEUED_REQUESTS_TOTAL, "Requests that had to wait for a busy peer.", self._desk.num_queued)
+        yield CounterMetricFamily(TURNED_AWAY_REQUESTS_TOTAL, "Requests for which the queue had no room.", self._desk.num_turned_away)
+        yield GaugeMetricFamily(IS_SHARED, "Whether this broker knows now what the others know.", self._registry.is_shared)
+        yield CounterMetricFamily(SHARING_FAILURES_TOTAL, "Calls to the shared memory that failed.", self._registry.num_failures)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Final, Self
+from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
 
 from lmcache_core.security import parse_ticket_keys, read_ticket_keys
 from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lmcache_broker.peers.redis_peers import REDIS_SCHEMES
+
 _EPHEMERAL_KEY_ID: Final = "ephemeral"
+
+
+def _check_redis_url(url: SecretStr) -> SecretStr:
+    """The text of the error does not repeat the URL: it may hold a password."""
+    if urlsplit(url.get_secret_value()).scheme not in REDIS_SCHEMES:
+        raise ValueError(f"a Redis URL begins with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
+    return url
 
 
 class BrokerSettings(ServiceSettings):
@@ -28,6 +38,8 @@ class BrokerSettings(ServiceSettings):
         max_peers: Live peers, all tenants together.
         max_peers_per_tenant: Live peers of one tenant.
         max_pulls_per_peer: Pulls that one peer serves at once.
+        redis_url: Where several brokers share leases and pulls, password included; None: this one must be the only replica.
+        redis_timeout_ms: Limit on each call to it; after it this broker answers from its own memory.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
@@ -41,6 +53,8 @@ class BrokerSettings(ServiceSettings):
     max_peers: int = Field(default=4096, ge=1, le=65_536)
     max_peers_per_tenant: int = Field(default=1024, ge=1, le=65_536)
     max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
+    redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
+    redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
 
     @field_validator("ticket_keys")
     @classmethod

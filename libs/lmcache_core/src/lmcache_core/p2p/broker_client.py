@@ -15,6 +15,8 @@ from lmcache_core.p2p.messages import (
     AnnounceRequest,
     Assignment,
     ChunkHolders,
+    DoneRequest,
+    HeldBy,
     Lease,
     Peer,
     PeersResponse,
@@ -101,13 +103,16 @@ class BrokerClient:
         """
         return self._http.decode(await self._http.call("GET", "/v1/peers"), PeersResponse).peers
 
-    async def transfers(self, requester: str, chunks: Sequence[tuple[bytes, Sequence[str]]]) -> list[Assignment]:
+    async def transfers(
+        self, requester: str, chunks: Sequence[tuple[bytes, Sequence[str | HeldBy]]], *, wait_ms: int = 0
+    ) -> list[Assignment]:
         """Ask who should serve chunks.
 
         Args:
             requester: The instance that will pull.
-            chunks: Distinct chunk ids (16 bytes) with the ids of those who may hold them. Only the first 4096 chunks and the first
-                16 holders of each are asked about.
+            chunks: Distinct chunk ids (16 bytes) with the ids of those who may hold them, or also in which tier. Only the first 4096
+                chunks and the first 16 holders of each are asked about.
+            wait_ms: When every holder is busy, the broker may wait so long for one; it has to be less than this client's timeout.
 
         Returns:
             Pulls that cover each chunk at most once. A chunk that is in none is served by nobody now.
@@ -115,12 +120,27 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused, or answered something else than it was asked.
         """
-        asked = {_hex(chunk_id): list(holders[:MAX_HOLDERS_PER_CHUNK]) for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]}
+        named = [_holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK]) for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]]
+        asked = {chunk.chunk_id: chunk.holders for chunk in named}
         if not asked:
             return []
-        body = TransferRequest(validate_instance_id(requester), [ChunkHolders(chunk_id, holders) for chunk_id, holders in asked.items()])
+        body = TransferRequest(validate_instance_id(requester), named, wait_ms)
         answer = self._http.decode(await self._http.call("POST", "/v1/transfers", body), TransferResponse)
         return [self._take(assignment, requester, asked) for assignment in answer.assignments]
+
+    async def done(self, requester: str, pulls: Sequence[str]) -> None:
+        """Say that pulls are over, so that others need not wait for the ends of their tickets. A broker that is too old passes it over.
+
+        Args:
+            requester: Who pulled.
+            pulls: `Assignment.pull` of each; only the first 4096 are told, and empty ones are left out.
+
+        Raises:
+            UnavailableError: The broker did not answer, or refused.
+        """
+        told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
+        if told:
+            await self._http.call("POST", "/v1/transfers:done", DoneRequest(validate_instance_id(requester), told), absent_ok=True)
 
     def _take(self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]) -> Assignment:
         """Check one assignment against what was asked. Takes its chunks out of `asked`, so that a second mention fails."""
@@ -134,11 +154,17 @@ class BrokerClient:
             if wire.instance not in asked.pop(chunk_id, ()):
                 raise self._http.unusable("it assigns a chunk twice, unasked, or to one who does not hold it")
         chunk_ids = tuple(bytes.fromhex(chunk_id) for chunk_id in wire.chunk_ids)
-        return Assignment(wire.instance, wire.distributed_url, chunk_ids, wire.ticket, wire.expires_ms)
+        return Assignment(wire.instance, wire.distributed_url, chunk_ids, wire.ticket, wire.expires_ms, wire.pull)
 
 
 def _peer_path(instance_id: str) -> str:
     return f"/v1/peers/{validate_instance_id(instance_id)}"
+
+
+def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> ChunkHolders:
+    ids = [holder if isinstance(holder, str) else holder.instance for holder in holders]
+    tiers = [holder.tier for holder in holders if not isinstance(holder, str)]
+    return ChunkHolders(_hex(chunk_id), ids, tiers if len(tiers) == len(ids) else [])
 
 
 def _hex(chunk_id: bytes) -> str:

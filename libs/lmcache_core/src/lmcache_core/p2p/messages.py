@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -87,6 +87,7 @@ class Assignment(msgspec.Struct, frozen=True):
         chunk_ids: What, 16 bytes each, in the order of the request.
         ticket: What to show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
+        pull: What to call the pull by when it is over; empty when the broker is too old to be told.
     """
 
     instance: str
@@ -94,6 +95,7 @@ class Assignment(msgspec.Struct, frozen=True):
     chunk_ids: tuple[bytes, ...]
     ticket: str
     expires_ms: int
+    pull: str = ""
 
     def __repr__(self) -> str:
         return f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r}, num_chunks={len(self.chunk_ids)})"
@@ -112,18 +114,34 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
     draining: bool
 
 
-class ChunkHolders(msgspec.Struct, frozen=True):
-    """A chunk (32 hex digits) and the ids of those who may hold it."""
+class HeldBy(NamedTuple):
+    """Who may hold a chunk, and in which of its tiers."""
+
+    instance: str
+    tier: str
+
+
+class ChunkHolders(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A chunk (32 hex digits), the ids of those who may hold it, and in which tier each has it: as many, or none."""
 
     chunk_id: str
     holders: list[str]
+    tiers: list[str] = []
 
 
-class TransferRequest(msgspec.Struct, frozen=True):
+class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Body of `POST /v1/transfers`."""
 
     requester: str
     chunks: list[ChunkHolders]
+    wait_ms: int = 0
+
+
+class DoneRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /v1/transfers:done`."""
+
+    requester: str
+    pulls: list[str]
 
 
 class WireAssignment(msgspec.Struct, frozen=True):
@@ -134,6 +152,7 @@ class WireAssignment(msgspec.Struct, frozen=True):
     chunk_ids: Annotated[list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)]
     ticket: Annotated[str, msgspec.Meta(max_length=4096)]
     expires_ms: _PositiveMs
+    pull: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class TransferResponse(msgspec.Struct, frozen=True):

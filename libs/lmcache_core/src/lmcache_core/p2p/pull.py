@@ -11,71 +11,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
-from lmcache_core.p2p.messages import Assignment
-from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.p2p.messages import Assignment, HeldBy
+from lmcache_core.p2p.pull_parts import PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 
 BATCH_CHUNKS: Final = 8
 """Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked for twice."""
 MAX_BATCHES_UNDERWAY: Final = 4
+MAX_QUEUE_S: Final = 0.5
+"""For a holder while all of them are busy."""
 MAX_HOLDERS_ASKED: Final = 4
 """For one chunk, one after the other or side by side."""
 STALL_SHARE: Final = 0.5
 """Of a read's time: a peer that brings nothing for so long is given up, so that the next holder, or the next tier, still has time."""
-
-
-@dataclass(slots=True)
-class PullFigures:
-    """What pulls came to.
-
-    Attributes:
-        pulls: Peers that were asked.
-        failed_pulls: Those that did not bring all that they were asked for.
-        hedged_pulls: Those that were late, so that another peer was asked too.
-        won_hedges: Chunks that the other peer brought first.
-        failed_over_chunks: Chunks that were asked for again because a peer failed.
-        pulled_chunks: Chunks that came.
-        pulled_bytes: Bytes of these.
-        wasted_bytes: Of chunks that came a second time.
-    """
-
-    pulls: int = 0
-    failed_pulls: int = 0
-    hedged_pulls: int = 0
-    won_hedges: int = 0
-    failed_over_chunks: int = 0
-    pulled_chunks: int = 0
-    pulled_bytes: int = 0
-    wasted_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PullParts:
-    """What all pulls of one instance share.
-
-    Attributes:
-        instance: This instance.
-        broker: Says who serves.
-        peers: Connections.
-        times: How long pulls took.
-        budget: How many may be doubled.
-        figures: What came of them.
-    """
-
-    instance: str
-    broker: BrokerClient
-    peers: PeerPool
-    times: PullTimes = field(default_factory=PullTimes)
-    budget: HedgeBudget = field(default_factory=HedgeBudget)
-    figures: PullFigures = field(default_factory=PullFigures)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,16 +61,20 @@ class PeerPull:
     Args:
         parts: Shared with other reads.
         keys: Names of the chunks.
-        holders: Ids of who may hold each of the first of them; chunks without any are not asked for.
+        holders: Who may hold each of the first of them; chunks without any are not asked for.
         allocate: Where payloads go.
         deadline: On the loop's clock.
+
+    Attributes:
+        granted: What the broker calls the pulls that it has granted; it is to be told when they are over.
     """
 
     def __init__(
-        self, parts: PullParts, keys: Sequence[ChunkKey], holders: Sequence[Sequence[str]], allocate: Allocate, deadline: float
+        self, parts: PullParts, keys: Sequence[ChunkKey], holders: Sequence[Sequence[HeldBy]], allocate: Allocate, deadline: float
     ) -> None:
         self._parts = parts
         self._keys = keys
+        self.granted: list[str] = []
         self._untried = [list(names) for names in holders]
         self._num_asked = [0] * len(holders)
         self._in_question: set[int] = set()
@@ -134,7 +92,7 @@ class PeerPull:
         Raises:
             UnavailableError: It could not be asked.
         """
-        return await self._assigned(range(len(self._untried)))
+        return await self._assigned(range(len(self._untried)), wait_s=self._stall_s)
 
     async def run(self, assignments: Sequence[Assignment]) -> list[Result]:
         """Pull what can be had by the deadline, which is heeded here: nobody need break this off.
@@ -155,8 +113,8 @@ class PeerPull:
             raise
         return self._results
 
-    async def _assigned(self, places: Sequence[int]) -> Sequence[Assignment]:
-        """Whom the broker names for these chunks, of those who have not been asked yet."""
+    async def _assigned(self, places: Sequence[int], wait_s: float = 0.0) -> Sequence[Assignment]:
+        """Whom the broker names for these chunks, of those who have not been asked yet; when all are busy, after a wait for one."""
         asked = {
             i for i in places if self._untried[i] and self._num_asked[i] < MAX_HOLDERS_ASKED and not isinstance(self._results[i], Chunk)
         } - self._in_question
@@ -165,7 +123,10 @@ class PeerPull:
         wanted = [(self._keys[i].key.chunk_id(), self._untried[i]) for i in sorted(asked)]
         self._in_question |= asked
         try:
-            return await self._parts.broker.transfers(self._parts.instance, wanted)
+            wait_ms = int(min(wait_s, MAX_QUEUE_S) * 1000)
+            found = await self._parts.broker.transfers(self._parts.instance, wanted, wait_ms=wait_ms)
+            self.granted += [assignment.pull for assignment in found]
+            return found
         finally:
             self._in_question -= asked
 
@@ -174,7 +135,7 @@ class PeerPull:
         for assignment in assignments:
             places = {self._places[chunk_id] for chunk_id in assignment.chunk_ids}
             for i in places:
-                self._untried[i].remove(assignment.instance)
+                self._untried[i] = [holder for holder in self._untried[i] if holder.instance != assignment.instance]
                 self._num_asked[i] += 1
                 if self._results[i] == _NEVER_STORED:
                     self._results[i] = Miss(MissReason.UNAVAILABLE)  # until there is an answer

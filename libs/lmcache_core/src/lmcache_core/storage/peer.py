@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupClient
-from lmcache_core.p2p import Assignment, BrokerClient
+from lmcache_core.p2p import Assignment, BrokerClient, HeldBy
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.p2p.pull import PeerPull, PullParts
+from lmcache_core.p2p.pull import PeerPull
+from lmcache_core.p2p.pull_parts import PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.time_limit import caller_limit
 
 PEER_TIER = "P2PBackend"
 PEER_KIND = "sidecar"
+MAX_GOODBYES = 64
+"""Words to the broker that pulls are over, underway at once; beyond, their tickets tell it."""
+GOODBYE_S = 0.2
 
 
 class P2PBackend(StorageBackend):
@@ -36,12 +43,14 @@ class P2PBackend(StorageBackend):
         self._lookup = lookup
         self._peers = peers
         self._parts = PullParts(instance, broker, peers)
+        self._tasks = TaskSupervisor("peers", MAX_GOODBYES)
 
     async def open(self) -> None:
         """Nothing to do: peers are connected to when needed."""
 
     async def close(self) -> None:
         """End the connections to peers."""
+        await self._tasks.close(GOODBYE_S)
         await self._peers.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -60,7 +69,10 @@ class P2PBackend(StorageBackend):
             assignments = await pull.assign()
         if pull is None or limit.expired():
             return [Miss(MissReason.DEADLINE)] * len(keys)
-        return await pull.run(assignments)
+        try:
+            return await pull.run(assignments)
+        finally:
+            self._tasks.start("done", self._tell_done(pull.granted))
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Peers pull; nothing is pushed to them."""
@@ -78,6 +90,10 @@ class P2PBackend(StorageBackend):
         """Figures of the pulls so far."""
         return {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, **asdict(self._parts.figures)}
 
-    async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[str]]:
+    async def _tell_done(self, pulls: Sequence[str]) -> None:
+        with contextlib.suppress(UnavailableError):
+            await self._parts.broker.done(self._instance, pulls)
+
+    async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[HeldBy]]:
         answer = await self._lookup.lookup([key.key.chunk_id() for key in keys], exclude=[self._instance])
-        return [[holder.instance for holder in at if holder.kind == PEER_KIND] for at in answer.holders]
+        return [[HeldBy(holder.instance, holder.tier) for holder in at if holder.kind == PEER_KIND] for at in answer.holders]

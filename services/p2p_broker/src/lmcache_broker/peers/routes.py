@@ -19,48 +19,50 @@ page_router = APIRouter(include_in_schema=False)
 async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPrincipal, parts: Parts) -> LeaseView:
     """A client's peer serves its own tenant, an admin's serves all of them."""
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
-    lease = parts.directory.announce(principal, body.to_peer(peer_id), load=body.load, ttl_ms=ttl_ms, draining=body.draining)
+    lease = await parts.registry.announce(principal, body.to_peer(peer_id), load=body.load, ttl_ms=ttl_ms, draining=body.draining)
     return LeaseView.model_validate(lease)
 
 
 @router.get("/peers", summary="List the live peers")
 async def list_peers(principal: ClientPrincipal, parts: Parts) -> PeersView:
     """The caller's tenant's and the shared ones."""
-    return PeersView(peers=[PeerView.model_validate(peer) for peer in parts.directory.visible(principal)])
+    return PeersView(peers=[PeerView.model_validate(peer) for peer in await parts.registry.visible(principal)])
 
 
 @router.get("/peers/{peer_id}", summary="Show a live peer")
 async def show_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> PeerView:
     """404 when none of that id is live."""
-    return PeerView.model_validate(parts.directory.get(principal, peer_id))
+    return PeerView.model_validate(await parts.registry.get(principal, peer_id))
 
 
 @router.delete("/peers/{peer_id}", status_code=204, summary="End a peer's lease")
 async def remove_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
     """Ending a lease that has ended already is fine."""
-    parts.directory.remove(principal, peer_id)
+    await parts.registry.remove(principal, peer_id)
     return Response(status_code=204)
 
 
 @router.post("/peers/{peer_id}:drain", summary="Give a peer no new pulls")
 async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> PeerView:
     """Lasts for the peer's incarnation; the peer learns of it with its next heartbeat."""
-    return PeerView.model_validate(parts.directory.drain(principal, peer_id))
+    return PeerView.model_validate(await parts.registry.drain(principal, peer_id))
 
 
 @router.get("/stats", summary="Figures")
 async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
     """Of the peers that the caller may see."""
-    census = Census.of(parts.directory.visible(principal))
+    census = Census.of(await parts.registry.visible(principal))
     return StatsView(
         num_peers=census.num_peers,
         num_draining=census.num_draining,
         num_pulls=census.num_pulls,
         max_pulls_per_peer=parts.settings.max_pulls_per_peer,
+        num_waiting=parts.desk.num_waiting,
+        is_shared=parts.registry.is_shared,
     )
 
 
 @page_router.get("/", response_class=HTMLResponse)
 async def page(principal: ClientPrincipal, parts: Parts) -> HTMLResponse:
     """The same peers that `/v1/peers` lists, for people."""
-    return HTMLResponse(render_page(parts.directory.visible(principal)), headers=dict(PAGE_HEADERS))
+    return HTMLResponse(render_page(await parts.registry.visible(principal)), headers=dict(PAGE_HEADERS))

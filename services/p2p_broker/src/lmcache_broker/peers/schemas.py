@@ -84,3 +84,5 @@ class StatsView(BaseModel):
     num_draining: int
     num_pulls: int = Field(description="Tickets that have not expired.")
     max_pulls_per_peer: int
+    num_waiting: int = Field(description="Requests, of all tenants, that wait for a place.")
+    is_shared: bool = Field(description="Whether this broker knows now what the others know.")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Lease, Peer, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError, NotFoundError
+
+from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.peers.shared import SharedPeer
 
 SHARED_OWNER: Final = "*"
 """Owner of peers that an admin registered: they serve every tenant. No tenant can have this name."""
@@ -46,44 +48,6 @@ class Census:
         return cls(len(peers), sum(peer.draining for peer in peers), sum(peer.num_pulls for peer in peers))
 
 
-@dataclass(slots=True)
-class PeerRecord:
-    """One live peer. Times are monotonic seconds."""
-
-    peer: Peer
-    owner: str
-    load: float
-    draining: bool
-    lease_ends_s: float
-    _pulls: deque[float] = field(default_factory=deque)
-
-    def num_pulls(self, now_s: float) -> int:
-        """Pulls whose tickets have not expired."""
-        while self._pulls and self._pulls[0] <= now_s:
-            self._pulls.popleft()
-        return len(self._pulls)
-
-    def add_pull(self, ends_s: float) -> None:
-        """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
-        assert not self._pulls or self._pulls[-1] <= ends_s
-        self._pulls.append(ends_s)
-
-    def status(self, now_s: float) -> PeerStatus:
-        """What callers may see of it."""
-        return PeerStatus(
-            id=self.peer.id,
-            incarnation=self.peer.incarnation,
-            distributed_url=self.peer.distributed_url,
-            kind=self.peer.kind,
-            zone=self.peer.zone,
-            node=self.peer.node,
-            load=self.load,
-            draining=self.draining,
-            num_pulls=self.num_pulls(now_s),
-            expires_in_ms=max(0, round((self.lease_ends_s - now_s) * 1000)),
-        )
-
-
 class PeerDirectory:
     """Live peers by owner and id.
 
@@ -109,7 +73,7 @@ class PeerDirectory:
             CapacityError: It is new and the directory, or its owner's share, is full.
         """
         now_s = self._clock()
-        key = (_owner(principal), peer.id)
+        key = (owner_of(principal), peer.id)
         ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
         lease_ends_s = now_s + ttl_ms / 1000
         known = self._live(key, now_s)
@@ -136,7 +100,7 @@ class PeerDirectory:
         Raises:
             NotFoundError: There is none.
         """
-        return self._require(principal, peer_id).status(self._clock())
+        return self.require(principal, peer_id).status(self._clock())
 
     def visible(self, principal: Principal) -> list[PeerStatus]:
         """All live peers that `principal` sees, by id."""
@@ -148,7 +112,7 @@ class PeerDirectory:
 
     def remove(self, principal: Principal, peer_id: str) -> None:
         """End a lease that `principal` could have taken; none is fine."""
-        self._records.pop((_owner(principal), peer_id), None)
+        self._records.pop((owner_of(principal), peer_id), None)
 
     def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Let a peer get no new pulls.
@@ -156,9 +120,48 @@ class PeerDirectory:
         Raises:
             NotFoundError: There is none of that id.
         """
-        record = self._require(principal, peer_id)
+        record = self.require(principal, peer_id)
         record.draining = True
         return record.status(self._clock())
+
+    def note_drain(self, principal: Principal, peer_id: str) -> None:
+        """Others have asked the peer to drain that `principal` announced."""
+        record = self._records.get((owner_of(principal), peer_id))
+        if record is not None:
+            record.draining = True
+
+    def adopt(self, peers: Iterable[SharedPeer], pulls_until_s: float) -> None:
+        """Take over what another broker has heard. What this one has heard of a later incarnation stays.
+
+        Args:
+            peers: Their state now; bounds are those of whoever heard of them.
+            pulls_until_s: How long their pulls are believed.
+        """
+        now_s = self._clock()
+        for shared in peers:
+            key = (shared.owner, shared.peer.id)
+            known = self._live(key, now_s)
+            if known is not None and shared.peer.incarnation < known.peer.incarnation:
+                continue
+            if shared.is_gone:
+                self._records.pop(key, None)
+            if shared.is_gone or shared.ttl_ms <= 0:
+                continue  # a lease that ran out there may have been renewed here
+            lease_ends_s = now_s + shared.ttl_ms / 1000
+            if known is None or shared.peer.incarnation > known.peer.incarnation:
+                known = self._records[key] = PeerRecord(shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s)
+            known.peer, known.load, known.lease_ends_s = shared.peer, shared.load, max(known.lease_ends_s, lease_ends_s)
+            known.draining = known.draining or shared.draining
+            known.share_pulls(shared.num_pulls, pulls_until_s)
+
+    def told(self) -> list[SharedPeer]:
+        """All live peers, as other brokers are told of them."""
+        now_s = self._clock()
+        self._forget_expired(now_s)
+        return [
+            SharedPeer(record.owner, record.peer, record.load, record.draining, max(1, round((record.lease_ends_s - now_s) * 1000)))
+            for record in self._records.values()
+        ]
 
     def census(self) -> Census:
         """Figures of all live peers, whoever owns them."""
@@ -171,7 +174,12 @@ class PeerDirectory:
         """Leases that ran out without having been ended, as far as noticed."""
         return self._num_expired
 
-    def _require(self, principal: Principal, peer_id: str) -> PeerRecord:
+    def require(self, principal: Principal, peer_id: str) -> PeerRecord:
+        """Like `find`.
+
+        Raises:
+            NotFoundError: There is none.
+        """
         record = self.find(principal, peer_id)
         if record is None:
             raise NotFoundError(f"no live peer {peer_id}")
@@ -194,5 +202,6 @@ class PeerDirectory:
             raise CapacityError(f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached")
 
 
-def _owner(principal: Principal) -> str:
+def owner_of(principal: Principal) -> str:
+    """Who the peers belong to that `principal` registers."""
     return SHARED_OWNER if principal.role == "admin" else principal.tenant

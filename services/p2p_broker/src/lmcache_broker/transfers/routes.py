@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from lmcache_servicekit.auth import ClientPrincipal
 
 from lmcache_broker.dependencies import Parts
-from lmcache_broker.transfers.schemas import TransferBody, TransferView
+from lmcache_broker.transfers.schemas import DoneBody, DoneView, TransferBody, TransferView
 
 router = APIRouter(prefix="/v1", tags=["transfers"])
 
@@ -14,5 +14,11 @@ router = APIRouter(prefix="/v1", tags=["transfers"])
 @router.post("/transfers", summary="Ask who should serve chunks")
 async def assign(body: TransferBody, principal: ClientPrincipal, parts: Parts) -> TransferView:
     """Tickets are good for the caller's tenant."""
-    plan = parts.transfers.assign(principal, body.requester, body.holders_by_chunk())
+    plan = await parts.desk.ask(principal, body.requester, body.wanted(), body.wait_ms)
     return TransferView.model_validate(plan)
+
+
+@router.post("/transfers:done", summary="Say that pulls are over")
+async def done(body: DoneBody, principal: ClientPrincipal, parts: Parts) -> DoneView:
+    """So that others need not wait for the ends of their tickets. Those that are not known are passed over."""
+    return DoneView(num_ended=await parts.desk.end(principal, body.requester, body.pulls))

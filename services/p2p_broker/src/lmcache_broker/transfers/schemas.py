@@ -8,8 +8,12 @@ from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_C
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from lmcache_broker.peers.schemas import InstanceId
+from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.transfers.desk import MAX_WAIT_MS
 
 ChunkId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+TierName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
+PullId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class WantedChunk(BaseModel):
@@ -19,6 +23,13 @@ class WantedChunk(BaseModel):
 
     chunk_id: ChunkId
     holders: list[InstanceId] = Field(max_length=MAX_HOLDERS_PER_CHUNK)
+    tiers: list[TierName] = Field([], max_length=MAX_HOLDERS_PER_CHUNK, description="Where it lies at each holder: as many, or none.")
+
+    @model_validator(mode="after")
+    def _tiers_belong_to_holders(self) -> Self:
+        if self.tiers and len(self.tiers) != len(self.holders):
+            raise ValueError("tiers names one for each holder, or is left out")
+        return self
 
 
 class TransferBody(BaseModel):
@@ -28,16 +39,32 @@ class TransferBody(BaseModel):
 
     requester: InstanceId
     chunks: list[WantedChunk] = Field(max_length=MAX_CHUNKS_PER_TRANSFER)
+    wait_ms: int = Field(0, ge=0, le=MAX_WAIT_MS, description="How long to wait for a holder while all of them are busy.")
 
     @model_validator(mode="after")
     def _chunks_are_distinct(self) -> Self:
-        if len(self.holders_by_chunk()) != len(self.chunks):
+        if len({chunk.chunk_id for chunk in self.chunks}) != len(self.chunks):
             raise ValueError("a chunk id appears twice")
         return self
 
-    def holders_by_chunk(self) -> dict[str, list[str]]:
-        """Chunk ids in the order of the request."""
-        return {chunk.chunk_id: chunk.holders for chunk in self.chunks}
+    def wanted(self) -> dict[str, WantedFrom]:
+        """By chunk id, in the order of the request."""
+        return {chunk.chunk_id: WantedFrom(chunk.holders, chunk.tiers) for chunk in self.chunks}
+
+
+class DoneBody(BaseModel):
+    """Pulls that are over."""
+
+    model_config = ConfigDict(strict=True)
+
+    requester: InstanceId
+    pulls: list[PullId] = Field(max_length=MAX_CHUNKS_PER_TRANSFER)
+
+
+class DoneView(BaseModel):
+    """What became of it."""
+
+    num_ended: int = Field(description="Those that were underway and the requester's.")
 
 
 class AssignmentView(BaseModel):
@@ -50,6 +77,7 @@ class AssignmentView(BaseModel):
     chunk_ids: list[str]
     ticket: str = Field(description="To be shown to the serving peer.")
     expires_ms: int = Field(description="End of the ticket, Unix time in milliseconds.")
+    pull: str = Field(description="What to call it by in `/v1/transfers:done`.")
 
 
 class TransferView(BaseModel):
@@ -59,3 +87,4 @@ class TransferView(BaseModel):
 
     assignments: list[AssignmentView]
     unassigned: list[str] = Field(description="Chunks that no live holder can serve now.")
+    busy: list[str] = Field(description="Those of them whose live holders serve as many pulls as they may.")

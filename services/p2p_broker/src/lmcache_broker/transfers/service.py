@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from lmcache_core.security import Principal, TicketSigner, unix_ms
 
-from lmcache_broker.peers.service import PeerDirectory, PeerRecord
-from lmcache_broker.transfers.choice import rank
+from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.transfers.choice import Chooser, WantedFrom
+from lmcache_broker.transfers.pulls import PullBook
+
+MAX_ROUNDS: Final = 4
+"""Choices for one request: a peer that looked free may have been taken through another broker."""
+PULL_ID_BYTES: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class GrantedPull:
         chunk_ids: As they were asked for, in that order.
         ticket: Good for this peer, requester and tenant.
         expires_ms: End of the ticket, Unix time in milliseconds.
+        pull: What the requester calls it by when it is over.
     """
 
     instance: str
@@ -29,6 +38,7 @@ class GrantedPull:
     chunk_ids: Sequence[str]
     ticket: str
     expires_ms: int
+    pull: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,12 @@ class TransferPlan:
     Attributes:
         assignments: At most one per peer.
         unassigned: Chunks that no live holder can serve now.
+        busy: Those of them that somebody holds who serves as many pulls as he may.
     """
 
     assignments: Sequence[GrantedPull]
     unassigned: Sequence[str]
+    busy: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -53,77 +65,113 @@ class TransferFigures:
     num_unassigned: int = 0
 
 
-class TransferService:
-    """Grants pulls, at most `max_pulls` per peer at once; a pull ends with its ticket.
-
-    Args:
-        directory: Who is alive.
-        signer: Signs tickets.
-        max_pulls: Bound on pulls per peer.
-        ticket_ttl_ms: Life of a ticket.
-        clock: Monotonic seconds, the directory's.
-        wall_clock_ms: Unix time in milliseconds, for tickets.
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Bounds of pulls.
 
     Attributes:
+        max_pulls: Pulls that one peer serves at once.
+        ticket_ttl_ms: Life of a ticket; a pull whose end nobody tells ends with it.
+    """
+
+    max_pulls: int
+    ticket_ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What time it is.
+
+    Attributes:
+        monotonic: Seconds, the directory's.
+        wall_ms: Unix time in milliseconds, for tickets.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall_ms: Callable[[], int] = unix_ms
+
+
+@dataclass(slots=True)
+class TransferService:
+    """Grants pulls, at most `max_pulls` per peer at once.
+
+    Attributes:
+        registry: Who is alive, and has room.
+        signer: Signs tickets; replaced when keys rotate.
+        limits: Bounds.
+        clocks: What time it is.
+        book: Pulls that this broker has granted.
         figures: Counts since the start.
     """
 
-    def __init__(
-        self,
-        directory: PeerDirectory,
-        signer: TicketSigner,
-        *,
-        max_pulls: int,
-        ticket_ttl_ms: int,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock_ms: Callable[[], int] = unix_ms,
-    ) -> None:
-        self._directory = directory
-        self._signer = signer
-        self._max_pulls = max_pulls
-        self._ticket_ttl_ms = ticket_ttl_ms
-        self._clock = clock
-        self._wall_clock_ms = wall_clock_ms
-        self.figures = TransferFigures()
+    registry: PeerRegistry
+    signer: TicketSigner
+    limits: TransferLimits
+    clocks: Clocks = field(default_factory=Clocks)
+    book: PullBook = field(default_factory=PullBook)
+    figures: TransferFigures = field(default_factory=TransferFigures)
 
-    def assign(self, principal: Principal, requester: str, holders_by_chunk: Mapping[str, Sequence[str]]) -> TransferPlan:
+    async def assign(
+        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], held_back: Collection[str] = ()
+    ) -> TransferPlan:
         """Choose a peer for each chunk and count the pulls against them.
 
         Args:
             principal: Its tenant goes into the tickets, and it is served by peers that it sees.
             requester: The instance that will pull; never chosen itself.
-            holders_by_chunk: Who may hold each chunk. Unknown ids are passed over.
+            wanted: Who may hold each chunk. Unknown ids are passed over.
+            held_back: Ids of peers to count as busy.
         """
-        now_s = self._clock()
-        ranked = self._ranked(principal, requester, holders_by_chunk, now_s)
-        chunks_by_peer: dict[str, list[str]] = {}
-        unassigned: list[str] = []
-        for chunk_id, holders in holders_by_chunk.items():
-            choice = min((holder for holder in holders if holder in ranked), key=lambda holder: ranked[holder][0], default=None)
-            if choice is None:
-                unassigned.append(chunk_id)
-            else:
-                chunks_by_peer.setdefault(choice, []).append(chunk_id)
-        pulls = [self._grant(principal, requester, ranked[peer_id][1], chunk_ids, now_s) for peer_id, chunk_ids in chunks_by_peer.items()]
-        self.figures.num_pulls += len(pulls)
-        self.figures.num_assigned += len(holders_by_chunk) - len(unassigned)
-        self.figures.num_unassigned += len(unassigned)
-        return TransferPlan(pulls, unassigned)
+        await self.registry.refresh()
+        self.book.expire(self.clocks.monotonic())
+        chooser = Chooser(self.registry.directory, self.limits.max_pulls)
+        pulls: list[GrantedPull] = []
+        unheld: list[str] = []
+        full = set(held_back)
+        rest = dict(wanted)
+        for _ in range(MAX_ROUNDS):
+            choice = chooser.choose(principal, requester, rest, self.clocks.monotonic(), full)
+            unheld += choice.unheld
+            offers = [(record, _new_id()) for peer_id in choice.by_peer if (record := self._record(principal, peer_id)) is not None]
+            verdicts = await self.registry.claim(offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000)
+            for (record, pull_id), is_granted in zip(offers, verdicts, strict=True):
+                if is_granted:
+                    pulls.append(self._grant(principal, requester, record, choice.by_peer[record.peer.id], pull_id))
+                else:
+                    full.add(record.peer.id)
+            settled = {chunk_id for pull in pulls for chunk_id in pull.chunk_ids} | set(unheld)
+            rest = {chunk_id: chunk for chunk_id, chunk in wanted.items() if chunk_id not in settled}
+            if all(verdicts):
+                break
+        unassigned = [chunk_id for chunk_id in wanted if chunk_id in rest or chunk_id in set(unheld)]
+        return TransferPlan(pulls, unassigned, list(rest))
 
-    def _ranked(
-        self, principal: Principal, requester: str, holders_by_chunk: Mapping[str, Sequence[str]], now_s: float
-    ) -> dict[str, tuple[int, PeerRecord]]:
-        """Position and record of every named peer that can take one more pull. A request is one pull per peer, so a free slot is enough."""
-        named = {holder for holders in holders_by_chunk.values() for holder in holders} - {requester}
-        found = (self._directory.find(principal, peer_id) for peer_id in named)
-        able = [record for record in found if record is not None and not record.draining and record.num_pulls(now_s) < self._max_pulls]
-        asking = self._directory.find(principal, requester)
-        order = rank(able, requester, None if asking is None else asking.peer, self._max_pulls, now_s)
-        return {record.peer.id: (position, record) for position, record in enumerate(order)}
+    def count(self, plan: TransferPlan) -> None:
+        """Count what a request has come to."""
+        self.figures.num_pulls += len(plan.assignments)
+        self.figures.num_assigned += sum(len(pull.chunk_ids) for pull in plan.assignments)
+        self.figures.num_unassigned += len(plan.unassigned)
 
-    def _grant(self, principal: Principal, requester: str, record: PeerRecord, chunk_ids: Sequence[str], now_s: float) -> GrantedPull:
-        peer = record.peer
-        expires_ms = self._wall_clock_ms() + self._ticket_ttl_ms
-        ticket = self._signer.sign(instance=peer.id, requester=requester, tenant=principal.tenant, expires_unix_ms=expires_ms)
-        record.add_pull(now_s + self._ticket_ttl_ms / 1000)
-        return GrantedPull(peer.id, peer.distributed_url, chunk_ids, ticket, expires_ms)
+    async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
+        """Pulls are over. Those that are not known, or not the caller's, are passed over.
+
+        Returns:
+            How many there were.
+        """
+        ended = [pull for pull_id in pull_ids if (pull := self.book.end(pull_id, principal.tenant, requester)) is not None]
+        await self.registry.end_pulls([(pull.record, pull.pull_id) for pull in ended])
+        return len(ended)
+
+    def _record(self, principal: Principal, peer_id: str) -> PeerRecord | None:
+        return self.registry.directory.find(principal, peer_id)
+
+    def _grant(self, principal: Principal, requester: str, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str) -> GrantedPull:
+        peer, ttl_ms = record.peer, self.limits.ticket_ttl_ms
+        expires_ms = self.clocks.wall_ms() + ttl_ms
+        ticket = self.signer.sign(instance=peer.id, requester=requester, tenant=principal.tenant, expires_unix_ms=expires_ms)
+        self.book.add(pull_id, principal.tenant, requester, record, self.clocks.monotonic() + ttl_ms / 1000)
+        return GrantedPull(peer.id, peer.distributed_url, chunk_ids, ticket, expires_ms, pull_id)
+
+
+def _new_id() -> str:
+    return secrets.token_urlsafe(PULL_ID_BYTES)

@@ -1,0 +1,55 @@
+"""What all pulls of one instance share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
+from lmcache_core.p2p.pool import PeerPool
+
+
+@dataclass(slots=True)
+class PullFigures:
+    """What pulls came to.
+
+    Attributes:
+        pulls: Peers that were asked.
+        failed_pulls: Those that did not bring all that they were asked for.
+        hedged_pulls: Those that were late, so that another peer was asked too.
+        won_hedges: Chunks that the other peer brought first.
+        failed_over_chunks: Chunks that were asked for again because a peer failed.
+        pulled_chunks: Chunks that came.
+        pulled_bytes: Bytes of these.
+        wasted_bytes: Of chunks that came a second time.
+    """
+
+    pulls: int = 0
+    failed_pulls: int = 0
+    hedged_pulls: int = 0
+    won_hedges: int = 0
+    failed_over_chunks: int = 0
+    pulled_chunks: int = 0
+    pulled_bytes: int = 0
+    wasted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullParts:
+    """What all pulls of one instance share.
+
+    Attributes:
+        instance: This instance.
+        broker: Says who serves.
+        peers: Connections.
+        times: How long pulls took.
+        budget: How many may be doubled.
+        figures: What came of them.
+    """
+
+    instance: str
+    broker: BrokerClient
+    peers: PeerPool
+    times: PullTimes = field(default_factory=PullTimes)
+    budget: HedgeBudget = field(default_factory=HedgeBudget)
+    figures: PullFigures = field(default_factory=PullFigures)

@@ -1,0 +1,169 @@
+"""`SharedPeers` in Redis: one script a call, every call within a deadline, every failure an `UnavailableError`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import redis.asyncio as redis_asyncio
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.p2p import Peer
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
+
+from lmcache_broker.peers import redis_scripts as scripts
+from lmcache_broker.peers.shared import Changes, PullClaim, PullVerdict, SharedPeer
+
+MAX_CONNECTIONS: Final = 32
+MAX_ANNOUNCED_AT_ONCE: Final = 256
+DEFAULT_SENTINEL_PORT: Final = 26379
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel")
+RETRY_S: Final = 0.5
+"""After a failure nothing is asked for so long: a Redis that is away must not cost each request its deadline."""
+
+_HEAD_CHARS: Final = 37
+_CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+
+
+class RedisPeers:
+    """See `SharedPeers`. The constructor connects to nothing.
+
+    Args:
+        url: `redis://`, `rediss://`, `unix://`, or `redis-sentinel://[user:password@]host:port,host:port/service`, password included.
+        timeout_s: Limit on a call, from waiting for a connection to the last byte.
+        clock: Seconds, monotonic.
+
+    Raises:
+        ConfigError: The URL cannot be read.
+    """
+
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        try:
+            self._redis = _behind_sentinel(url, timeout_s) if urlsplit(url).scheme == "redis-sentinel" else _direct(url, timeout_s)
+        except ValueError:
+            raise ConfigError("redis_url cannot be read; write redis://[user:password@]host:port[/database]") from None
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._away_until = float("-inf")
+        self._epoch = b""
+        self._seen = 0
+
+    async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
+        """See `SharedPeers.announce`."""
+        found: list[bool | None] = []
+        for begin in range(0, len(peers), MAX_ANNOUNCED_AT_ONCE):
+            argv: list[str | int] = []
+            for shared in peers[begin : begin + MAX_ANNOUNCED_AT_ONCE]:
+                incarnation = f"{shared.peer.incarnation:020d}"
+                argv += [_field(shared.owner, shared.peer.id), incarnation, int(shared.draining), shared.ttl_ms, _packed(shared)]
+            found += [None if state < 0 else bool(state) for state in await self._run(scripts.ANNOUNCE, argv)]
+        return found
+
+    async def remove(self, owner: str, peer_id: str) -> None:
+        """See `SharedPeers.remove`."""
+        await self._run(scripts.REMOVE, [_field(owner, peer_id)])
+
+    async def drain(self, owner: str, peer_id: str) -> None:
+        """See `SharedPeers.drain`."""
+        await self._run(scripts.DRAIN, [_field(owner, peer_id)])
+
+    async def changes(self) -> Changes:
+        """See `SharedPeers.changes`."""
+        epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
+        is_anew = epoch != self._epoch
+        if is_anew and self._seen:  # what it told was told of another life of the numbers
+            epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [0])
+        peers = [
+            _unpacked(field.decode(), raw.decode(), num, now_ms) for field, raw, num in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
+        ]
+        self._epoch, self._seen = epoch, seq
+        return Changes(peers, is_anew)
+
+    async def claim(self, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+        """See `SharedPeers.claim`."""
+        argv: list[str | int] = [max_pulls, ttl_ms]
+        for claim in claims:
+            argv += [claim.life, claim.pull_id]
+        found = await self._run(scripts.CLAIM, argv)
+        return [PullVerdict(bool(granted), num) for granted, num in zip(found[::2], found[1::2], strict=True)]
+
+    async def end_pulls(self, claims: Sequence[PullClaim]) -> None:
+        """See `SharedPeers.end_pulls`."""
+        await self._run(scripts.END_PULLS, [text for claim in claims for text in (claim.life, claim.pull_id)])
+
+    async def ping(self) -> None:
+        """See `SharedPeers.ping`."""
+        await self._within(self._redis.ping())
+
+    async def close(self) -> None:
+        """See `SharedPeers.close`."""
+        await self._redis.aclose()
+
+    async def _run(self, script: str, argv: Sequence[str | int]) -> Any:
+        if self._clock() < self._away_until:
+            raise UnavailableError("redis did not answer a moment ago")
+        return await self._within(self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv))
+
+    async def _within(self, call: Any) -> Any:
+        """Await `call`. Only the kind of a failure is kept, since its text may hold an address."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await call
+        except _CLIENT_ERRORS as exc:
+            self._away_until = self._clock() + RETRY_S
+            raise UnavailableError(f"redis: {type(exc).__name__} (limit {self._timeout_s:g} s)") from exc
+
+
+def _field(owner: str, peer_id: str) -> str:
+    return f"{owner}/{peer_id}"
+
+
+def _packed(shared: SharedPeer) -> str:
+    peer = shared.peer
+    return json.dumps([peer.distributed_url, peer.kind, peer.zone, peer.node, shared.load])
+
+
+def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
+    owner, _, peer_id = field.partition("/")
+    url, kind, zone, node, load = json.loads(raw[_HEAD_CHARS:])
+    ttl_ms = max(0, int(raw[22:_HEAD_CHARS]) - now_ms)
+    peer = Peer(peer_id, int(raw[:20]), url, kind, zone, node)
+    return SharedPeer(owner, peer, load, raw[20] == "1", ttl_ms, num_pulls, is_gone=raw[21] == "1")
+
+
+def _options(timeout_s: float) -> dict[str, Any]:
+    return {
+        "retry": Retry(NoBackoff(), 1),  # connections of the pool that a restarted Redis has dropped fail on first use
+        "socket_connect_timeout": timeout_s,
+        "socket_timeout": timeout_s,
+        "max_connections": MAX_CONNECTIONS,
+    }
+
+
+def _direct(url: str, timeout_s: float) -> redis_asyncio.Redis:
+    pool = redis_asyncio.BlockingConnectionPool.from_url(url, timeout=timeout_s, **_options(timeout_s))
+    return redis_asyncio.Redis.from_pool(pool)
+
+
+def _behind_sentinel(url: str, timeout_s: float) -> redis_asyncio.Redis:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = credentials.partition(":")
+    sentinels = []
+    for address in hosts.split(","):
+        host, _, port = address.partition(":")
+        if not host:
+            raise ValueError("a sentinel without a host")
+        sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
+    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
+    client: redis_asyncio.Redis = sentinel.master_for(
+        parts.path.strip("/") or "mymaster", username=unquote(user) or None, password=unquote(password) or None, **_options(timeout_s)
+    )
+    return client

@@ -1,0 +1,151 @@
+"""What has to be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so that they lie on one node of a cluster.
+
+A record is text: incarnation (20 digits), draining (0 or 1), gone (0 or 1), end of the lease (15 digits, Redis' milliseconds), then
+JSON that the scripts do not read. Each change of a peer takes the next number of `seq`, and `changes` holds the number of each peer's last
+one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that is lost with everything else.
+
+A pull is a member `life NUL id` of `pulls`, scored with its end; `counts` has the number of each life.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts"))
+
+_COMMON: Final = """
+local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local function changed(field) redis.call('ZADD', CHANGES, redis.call('INCR', SEQ), field) end
+local function save(field, incarnation, draining, gone, ends_ms, rest)
+  redis.call('HSET', RECORDS, field, incarnation .. draining .. gone .. string.format('%015d', ends_ms) .. rest)
+  changed(field)
+end
+local function load(field)
+  local raw = redis.call('HGET', RECORDS, field)
+  if not raw then return nil end
+  local record = {incarnation = string.sub(raw, 1, 20), draining = string.sub(raw, 21, 21), gone = string.sub(raw, 22, 22),
+    ends_ms = tonumber(string.sub(raw, 23, 37)), rest = string.sub(raw, 38)}
+  record.live = record.gone == '0' and record.ends_ms > now_ms
+  return record
+end
+local function forget(life)
+  if redis.call('HINCRBY', COUNTS, life, -1) <= 0 then redis.call('HDEL', COUNTS, life) end
+  local field = string.match(life, '^(.*)#')
+  if redis.call('HEXISTS', RECORDS, field) == 1 then changed(field) end
+end
+local function purge()
+  local over = redis.call('ZRANGEBYSCORE', PULLS, '-inf', now_ms, 'LIMIT', 0, 1000)
+  for _, member in ipairs(over) do
+    redis.call('ZREM', PULLS, member)
+    forget(string.match(member, '^([^%z]*)'))
+  end
+end
+local function keep()
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 86400000) end
+end
+"""
+
+# ARGV for each peer: field, incarnation, draining, ttl_ms, rest. Returns for each 0 or 1 (draining), or -1: a newer one is live.
+ANNOUNCE: Final = (
+    _COMMON
+    + """
+local found = {}
+redis.call('SET', EPOCH, time[1] .. '.' .. time[2], 'NX')
+for i = 1, #ARGV, 5 do
+  local field, incarnation, draining = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local known = load(field)
+  if known and known.live and incarnation < known.incarnation then
+    found[#found + 1] = -1
+  else
+    local ends_ms = now_ms + tonumber(ARGV[i + 3])
+    if known and known.live and incarnation == known.incarnation then
+      if known.draining == '1' then draining = '1' end
+      ends_ms = math.max(ends_ms, known.ends_ms)
+    end
+    save(field, incarnation, draining, '0', ends_ms, ARGV[i + 4])
+    found[#found + 1] = tonumber(draining)
+  end
+end
+keep()
+return found
+"""
+)
+
+# ARGV field.
+REMOVE: Final = (
+    _COMMON
+    + """
+local known = load(ARGV[1])
+if known and known.gone == '0' then save(ARGV[1], known.incarnation, known.draining, '1', known.ends_ms, known.rest) end
+"""
+)
+
+# ARGV field.
+DRAIN: Final = (
+    _COMMON
+    + """
+local known = load(ARGV[1])
+if known and known.live and known.draining == '0' then save(ARGV[1], known.incarnation, '1', '0', known.ends_ms, known.rest) end
+"""
+)
+
+# ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field, record, pulls}; what was over a minute ago is
+# forgotten on the way.
+CHANGES: Final = (
+    _COMMON
+    + """
+purge()
+redis.call('SET', EPOCH, time[1] .. '.' .. time[2], 'NX')
+local seq, last = tonumber(redis.call('GET', SEQ) or '0'), tonumber(ARGV[1])
+local found = {redis.call('GET', EPOCH), seq, now_ms}
+if last > seq then last = 0 end
+for _, field in ipairs(redis.call('ZRANGEBYSCORE', CHANGES, '(' .. last, '+inf')) do
+  local record = load(field)
+  if not record or record.ends_ms + 60000 < now_ms then
+    redis.call('HDEL', RECORDS, field)
+    redis.call('ZREM', CHANGES, field)
+  else
+    local life = field .. '#' .. (string.gsub(record.incarnation, '^0+(%d)', '%1'))
+    found[#found + 1] = field
+    found[#found + 1] = redis.call('HGET', RECORDS, field)
+    found[#found + 1] = tonumber(redis.call('HGET', COUNTS, life) or '0')
+  end
+end
+return found
+"""
+)
+
+# ARGV max_pulls, ttl_ms, then for each pull its life and its id. Returns for each whether it is granted (0 or 1), and the life's pulls.
+CLAIM: Final = (
+    _COMMON
+    + """
+purge()
+local found = {}
+for i = 3, #ARGV, 2 do
+  local life = ARGV[i]
+  local count = tonumber(redis.call('HGET', COUNTS, life) or '0')
+  local granted = count < tonumber(ARGV[1]) and 1 or 0
+  if granted == 1 then
+    redis.call('ZADD', PULLS, now_ms + tonumber(ARGV[2]), life .. '\\0' .. ARGV[i + 1])
+    count = redis.call('HINCRBY', COUNTS, life, 1)
+    changed(string.match(life, '^(.*)#'))
+  end
+  found[#found + 1] = granted
+  found[#found + 1] = count
+end
+keep()
+return found
+"""
+)
+
+# ARGV for each pull its life and its id.
+END_PULLS: Final = (
+    _COMMON
+    + """
+for i = 1, #ARGV, 2 do
+  if redis.call('ZREM', PULLS, ARGV[i] .. '\\0' .. ARGV[i + 1]) == 1 then forget(ARGV[i]) end
+end
+"""
+)

@@ -1,0 +1,191 @@
+"""The peers as all brokers know them: this one's memory, kept in step with the others' through `SharedPeers`.
+
+What is asked is answered from memory. Where brokers share a memory it is brought up to date before, unless that was done a moment ago;
+where it is away, what the heartbeats told this broker is the answer, and when it is back, the others are told all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p import Lease, Peer, PeerStatus
+from lmcache_core.security import Principal
+from lmcache_servicekit.errors import ConflictError
+
+from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
+from lmcache_broker.peers.shared import PullClaim, SharedPeer, SharedPeers
+
+logger = logging.getLogger(__name__)
+
+MAX_STALE_S: Final = 0.05
+REFRESH_INTERVAL_S: Final = 1.0
+PULLS_BELIEVED_S: Final = 5.0
+
+
+class PeerRegistry:
+    """Peers of all brokers. On one event loop.
+
+    Args:
+        directory: This broker's memory.
+        shared: What brokers share; None where this one is alone.
+        clock: Monotonic seconds, the directory's.
+    """
+
+    def __init__(self, directory: PeerDirectory, shared: SharedPeers | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.directory = directory
+        self._shared = shared
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._fresh_until = float("-inf")
+        self._is_shared = shared is not None
+        self._has_told = False
+        self.num_failures = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the last call to the shared memory succeeded."""
+        return self._is_shared and self._shared is not None
+
+    async def announce(self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool) -> Lease:
+        """Register a peer or renew its lease (see `PeerDirectory.announce`)."""
+        await self.refresh()
+        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining)
+        if self._shared is None:
+            return lease
+        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms)
+        try:
+            (state,) = await self._shared.announce([told])
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return lease
+        if state is None:
+            raise ConflictError(f"peer {peer.id}: a later incarnation is registered")
+        if state:
+            self.directory.note_drain(principal, peer.id)
+        return Lease(lease.ttl_ms, state)
+
+    async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """See `PeerDirectory.get`."""
+        await self.refresh()
+        return self.directory.get(principal, peer_id)
+
+    async def visible(self, principal: Principal) -> list[PeerStatus]:
+        """See `PeerDirectory.visible`."""
+        await self.refresh()
+        return self.directory.visible(principal)
+
+    async def remove(self, principal: Principal, peer_id: str) -> None:
+        """See `PeerDirectory.remove`."""
+        self.directory.remove(principal, peer_id)
+        if self._shared is not None:
+            try:
+                await self._shared.remove(owner_of(principal), peer_id)
+            except UnavailableError as exc:
+                self._note_away(exc)
+
+    async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
+        """See `PeerDirectory.drain`."""
+        await self.refresh()
+        record = self.directory.require(principal, peer_id)
+        status = self.directory.drain(principal, peer_id)
+        if self._shared is not None:
+            try:
+                await self._shared.drain(record.owner, peer_id)
+            except UnavailableError as exc:
+                self._note_away(exc)
+        return status
+
+    def census(self) -> Census:
+        """See `PeerDirectory.census`."""
+        return self.directory.census()
+
+    async def claim(self, pulls: Sequence[tuple[PeerRecord, str]], max_pulls: int, ttl_s: float) -> list[bool]:
+        """Count pulls against their peers; which of them there was room for.
+
+        Args:
+            pulls: Peer and id of each.
+            max_pulls: Bound for each peer, by all brokers together while they share a memory.
+            ttl_s: A pull is over after that, if not before.
+        """
+        granted = [record.num_pulls(self._clock()) < max_pulls for record, _ in pulls]
+        if self._shared is not None and pulls:
+            try:
+                verdicts = await self._shared.claim(
+                    [PullClaim(record.life, pull_id) for record, pull_id in pulls], max_pulls, round(ttl_s * 1000)
+                )
+            except UnavailableError as exc:
+                self._note_away(exc)
+            else:
+                granted = [verdict.is_granted for verdict in verdicts]
+                for (record, _), verdict in zip(pulls, verdicts, strict=True):
+                    record.share_pulls(verdict.num_pulls, self._clock() + PULLS_BELIEVED_S)
+        for (record, pull_id), is_granted in zip(pulls, granted, strict=True):
+            if is_granted:
+                record.add_pull(self._clock() + ttl_s, pull_id)
+        return granted
+
+    async def end_pulls(self, pulls: Sequence[tuple[PeerRecord, str]]) -> None:
+        """Pulls are over before their tickets are."""
+        for record, pull_id in pulls:
+            record.end_pull(pull_id)
+        if self._shared is not None and pulls:
+            try:
+                await self._shared.end_pulls([PullClaim(record.life, pull_id) for record, pull_id in pulls])
+            except UnavailableError as exc:
+                self._note_away(exc)
+
+    async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
+        """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory that is away."""
+        if self._shared is None or self._clock() < self._fresh_until:
+            return
+        async with self._lock:  # whoever waited here finds it done
+            if self._clock() >= self._fresh_until:
+                await self._refresh(self._shared)
+                self._fresh_until = self._clock() + max_stale_s
+
+    async def keep_fresh(self) -> None:
+        """To be repeated: what is in memory when the shared one goes away is not old."""
+        await self.refresh()
+
+    async def ping(self) -> str:
+        """For readiness.
+
+        Raises:
+            UnavailableError: The shared memory is away.
+        """
+        assert self._shared is not None
+        await self._shared.ping()
+        return "shared with other brokers"
+
+    async def close(self) -> None:
+        """End connections. Idempotent."""
+        if self._shared is not None:
+            await self._shared.close()
+
+    async def _refresh(self, shared: SharedPeers) -> None:
+        try:
+            changes = await shared.changes()
+            self.directory.adopt(changes.peers, self._clock() + PULLS_BELIEVED_S)
+            if changes.is_anew or not self._has_told:
+                await shared.announce(self.directory.told())
+                self._has_told = True
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return
+        if not self._is_shared:
+            self._is_shared = True
+            logger.info("the peers are shared with other brokers again")
+
+    def _note_away(self, exc: UnavailableError) -> None:
+        """Log changes only."""
+        self.num_failures += 1
+        self._has_told = False
+        if self._is_shared:
+            self._is_shared = False
+            logger.warning("peers are not shared with other brokers, this one answers from what it was told itself: %s", exc)

@@ -1,0 +1,89 @@
+"""What several brokers know together: the interface, and the values that pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmcache_core.p2p import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPeer:
+    """A peer as brokers tell each other.
+
+    Attributes:
+        owner: Tenant, or `SHARED_OWNER`.
+        peer: What it says of itself.
+        load: 0 (idle) to 1 (full).
+        draining: It gets no new pulls.
+        ttl_ms: What is left of its lease; 0 when it has run out.
+        num_pulls: Pulls that all brokers together have granted and that are not over.
+        is_gone: It said goodbye.
+    """
+
+    owner: str
+    peer: Peer
+    load: float
+    draining: bool
+    ttl_ms: int
+    num_pulls: int = 0
+    is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed since the last question.
+
+    Attributes:
+        peers: New state of peers.
+        is_anew: The others' memory was lost meanwhile: what is not told here is not known to them.
+    """
+
+    peers: Sequence[SharedPeer]
+    is_anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullClaim:
+    """A pull that a broker would like to grant: `life` of the peer, and the id of the pull."""
+
+    life: str
+    pull_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullVerdict:
+    """Whether the peer has room for the pull, and how many it serves now."""
+
+    is_granted: bool
+    num_pulls: int
+
+
+class SharedPeers(Protocol):
+    """Memory that brokers share. Every call raises `UnavailableError` when it cannot be reached in time."""
+
+    async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
+        """Register or renew; for each whether it drains, or None where a newer incarnation is live."""
+
+    async def remove(self, owner: str, peer_id: str) -> None:
+        """End a lease."""
+
+    async def drain(self, owner: str, peer_id: str) -> None:
+        """No new pulls for this incarnation of it."""
+
+    async def changes(self) -> Changes:
+        """What has changed since the last call that succeeded; everything at the first."""
+
+    async def claim(self, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+        """Count pulls against their peers, each only if that keeps within `max_pulls`. They end by themselves after `ttl_ms`."""
+
+    async def end_pulls(self, claims: Sequence[PullClaim]) -> None:
+        """Pulls are over; those that are not known are passed over."""
+
+    async def ping(self) -> None:
+        """Whether it answers."""
+
+    async def close(self) -> None:
+        """End connections. Idempotent."""

@@ -1,0 +1,154 @@
+"""Requests for pulls, and the fair queue of those that find every holder busy.
+
+The next free place goes to the tenant with the fewest pulls underway, then to its requester with the fewest, then to who came first. While
+somebody waits for a peer, nobody who comes later is served there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.security import Principal
+
+from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.transfers.service import TransferPlan, TransferService
+
+MAX_WAITING: Final = 1024
+MAX_WAITING_PER_TENANT: Final = 256
+MAX_WAIT_MS: Final = 10_000
+LOOK_INTERVAL_S: Final = 0.05
+"""How often the queue looks for places that other brokers, or the ends of tickets, have made free."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    principal: Principal
+    requester: str
+    wanted: Mapping[str, WantedFrom]
+    holders: frozenset[str]
+    number: int
+    in_vain: TransferPlan
+    answer: asyncio.Future[TransferPlan]
+
+
+class TransferDesk:
+    """Answers requests at once, or when a place is free.
+
+    Args:
+        service: Grants pulls.
+
+    Attributes:
+        num_queued: Requests that had to wait, since the start.
+        num_turned_away: Requests that would have waited, but the queue, or their tenant's share of it, was full.
+    """
+
+    def __init__(self, service: TransferService) -> None:
+        self._service = service
+        self._waiting: list[_Waiter] = []
+        self._numbers = itertools.count()
+        self._freed = asyncio.Event()
+        self._tasks = TaskSupervisor("broker-transfers", max_tasks=1)
+        self.num_queued = 0
+        self.num_turned_away = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        return len(self._waiting)
+
+    async def open(self) -> None:
+        """Begin to serve the queue."""
+        self._tasks.repeat("queue", self._serve_queue, 0.001)  # it waits by itself
+
+    async def close(self) -> None:
+        """Answer who still waits, with nothing."""
+        await self._tasks.close()
+        for waiter in self._waiting:
+            if not waiter.answer.done():
+                waiter.answer.set_result(waiter.in_vain)
+
+    async def ask(self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], wait_ms: int) -> TransferPlan:
+        """See `TransferService.assign`.
+
+        Args:
+            principal: Who asks.
+            requester: The instance that will pull.
+            wanted: Who may hold each chunk.
+            wait_ms: When nothing at all can be assigned because holders are busy, wait up to so long for one of them.
+        """
+        held_back = {holder for waiter in self._waiting for holder in waiter.holders}
+        plan = await self._service.assign(principal, requester, wanted, held_back)
+        if plan.busy and not plan.assignments and wait_ms > 0:
+            plan = await self._wait(principal, requester, wanted, plan, wait_ms)
+        self._service.count(plan)
+        return plan
+
+    async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
+        """See `TransferService.end`."""
+        num_ended = await self._service.end(principal, requester, pull_ids)
+        if num_ended:
+            self._freed.set()
+        return num_ended
+
+    async def _wait(
+        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, wait_ms: int
+    ) -> TransferPlan:
+        num_own = sum(waiter.principal.tenant == principal.tenant for waiter in self._waiting)
+        if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING_PER_TENANT:
+            self.num_turned_away += 1
+            return plan
+        self.num_queued += 1
+        holders = frozenset(holder for chunk_id in plan.busy for holder in wanted[chunk_id].holders)
+        answer: asyncio.Future[TransferPlan] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(principal, requester, wanted, holders, next(self._numbers), plan, answer)
+        self._waiting.append(waiter)
+        self._freed.set()
+        try:
+            async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
+                return await answer
+        except TimeoutError:
+            return plan
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    async def _serve_queue(self) -> None:
+        self._freed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_INTERVAL_S if self._waiting else None):
+                await self._freed.wait()
+        self._service.book.expire(self._service.clocks.monotonic())
+        await self._service.registry.refresh()
+        while await self._serve_one():
+            pass
+
+    async def _serve_one(self) -> bool:
+        """Serve the first, in the order of fairness, for whom there is something; False when there is nobody."""
+        for waiter in sorted(self._waiting, key=self._turn):
+            if waiter.answer.done() or not self._has_room(waiter):
+                continue
+            plan = await self._service.assign(waiter.principal, waiter.requester, waiter.wanted)
+            if not plan.assignments:
+                continue
+            if waiter.answer.done():  # it left meanwhile
+                await self._service.end(waiter.principal, waiter.requester, [pull.pull for pull in plan.assignments])
+                return True
+            waiter.answer.set_result(plan)
+            self._waiting.remove(waiter)
+            return True
+        return False
+
+    def _turn(self, waiter: _Waiter) -> tuple[int, int, int]:
+        return (*self._service.book.share(waiter.principal.tenant, waiter.requester), waiter.number)
+
+    def _has_room(self, waiter: _Waiter) -> bool:
+        service = self._service
+        found = (service.registry.directory.find(waiter.principal, holder) for holder in waiter.holders)
+        now_s = service.clocks.monotonic()
+        return any(record is not None and not record.draining and record.num_pulls(now_s) < service.limits.max_pulls for record in found)

@@ -1,0 +1,184 @@
+"""Two broker processes over one Redis are one broker; without it each is one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p import BrokerClient, Peer
+from lmcache_core.security import TicketVerifier, read_ticket_keys
+
+from tests.fixtures.redis_server import RedisServer, running_redis
+from tests.fixtures.service_process import ServiceProcess
+
+CHUNKS = [bytes([i]) * 16 for i in range(8)]
+LEASE_MS = 20_000
+MAX_PULLS = 4
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[ServiceProcess]]:
+    with redis_server.client() as client:
+        client.flushall()
+    keys = tmp_path / "ticket-keys"
+    keys.write_text(f"k1:{base64.b64encode(b'k' * 32).decode()}\n")
+    environ = {
+        "LMCACHE_BROKER_PORT": "0",
+        "LMCACHE_BROKER_REDIS_URL": redis_server.url,
+        "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
+        "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
+        "LMCACHE_BROKER_TICKET_TTL_MS": "2000",
+    }
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        found.append(ServiceProcess("lmcache_broker", tmp_path / name, environ))
+        found[-1].start()
+    yield found
+    for process in found:
+        process.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+async def brokers(processes: list[ServiceProcess]) -> AsyncIterator[list[BrokerClient]]:
+    async with AsyncExitStack() as exits:
+        clients = [BrokerClient(process.url, None, 5.0) for process in processes]
+        for client in clients:
+            await client.open()
+            exits.push_async_callback(client.close)
+        yield clients
+
+
+def peer(name: str, incarnation: int = 1) -> Peer:
+    return Peer(name, incarnation, f"lm://{name}.example:65433", "sidecar", "z1", "n1")
+
+
+async def names(broker: BrokerClient) -> list[str]:
+    return [found.id for found in await broker.peers()]
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_what_one_is_told_the_other_knows(brokers: list[BrokerClient], tmp_path: Path) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.5, ttl_ms=LEASE_MS)
+    await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)
+    for broker in brokers:
+        await eventually(lambda broker=broker: holds(broker, ["a", "b"]))
+    (assignment,) = await two.transfers("b", [(CHUNKS[0], ["a"])])
+    assert TicketVerifier(read_ticket_keys(tmp_path / "ticket-keys"), "a").verify(assignment.ticket).requester == "b"
+    assert assignment.distributed_url == "lm://a.example:65433"
+    await one.drain("b")
+    assert (await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)).draining, "the peer learns of it wherever it comes next"
+    await two.deregister("a")
+    await eventually(lambda: holds(one, ["b"]))
+
+
+async def holds(broker: BrokerClient, expected: list[str]) -> bool:
+    return await names(broker) == expected
+
+
+async def test_an_older_incarnation_is_refused_by_both(brokers: list[BrokerClient]) -> None:
+    one, two = brokers
+    await one.register(peer("a", 7), load=0.0, ttl_ms=LEASE_MS)
+    with pytest.raises(UnavailableError, match="status 409"):
+        await two.register(peer("a", 6), load=0.0, ttl_ms=LEASE_MS)
+    await two.register(peer("a", 8), load=0.0, ttl_ms=LEASE_MS)
+    await eventually(lambda: has_incarnation(one, 8))
+
+
+async def has_incarnation(broker: BrokerClient, incarnation: int) -> bool:
+    return [found.incarnation for found in await broker.peers()] == [incarnation]
+
+
+async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]) -> None:
+    await brokers[0].register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    asked = [brokers[i % 2].transfers(f"r{i}", [(CHUNKS[0], ["a"])]) for i in range(20)]
+    granted = [assignments for assignments in await asyncio.gather(*asked) if assignments]
+    assert len(granted) == MAX_PULLS
+    for broker in brokers:
+        assert [found.num_pulls for found in await broker.peers()] == [MAX_PULLS]
+    await asyncio.sleep(2.1)
+    assert await brokers[1].transfers("r", [(CHUNKS[0], ["a"])]), "their tickets have ended"
+
+
+async def test_a_restarted_broker_knows_what_the_other_knows(processes: list[ServiceProcess], brokers: list[BrokerClient]) -> None:
+    await brokers[0].register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    await brokers[0].drain("a")
+    for process in processes:
+        process.stop(signal.SIGKILL)
+    processes[1].start()
+    fresh = BrokerClient(processes[1].url, None, 5.0)
+    await fresh.open()
+    try:
+        await eventually(lambda: holds(fresh, ["a"]))
+        assert [found.draining for found in await fresh.peers()] == [True]
+    finally:
+        await fresh.close()
+
+
+async def test_without_redis_each_answers_from_its_memory_and_says_so(
+    processes: list[ServiceProcess], brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    await eventually(lambda: holds(two, ["a"]))
+    for blow in ("pause", "kill"):
+        getattr(redis_server, blow)()
+        try:
+            await one.peers()
+            began = time.monotonic()
+            assert await names(two) == ["a"]
+            assert await two.transfers("r", [(CHUNKS[0], ["a"])])
+            await one.register(peer("b"), load=0.0, ttl_ms=LEASE_MS)
+            assert "b" in await names(one)
+            assert time.monotonic() - began < 3.0
+            async with httpx.AsyncClient(base_url=processes[1].url) as rest:
+                readiness = await rest.get("/readyz")
+                assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")
+                assert "lmcache_broker_is_shared 0.0" in (await rest.get("/metrics")).text
+                assert not (await rest.get("/v1/stats")).json()["is_shared"]
+        finally:
+            if blow == "pause":
+                redis_server.resume()
+            else:
+                redis_server.start()
+        # What was told meanwhile, and what Redis has lost, the others are told again, without any heartbeat.
+        await eventually(lambda: holds(two, ["a", "b"]))
+        await eventually(lambda: holds(one, ["a", "b"]))
+        await one.deregister("b")
+        await eventually(lambda: holds(two, ["a"]))
+
+
+async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    await eventually(lambda: holds(two, ["a"]))
+    with redis_server.client() as client:
+        client.flushall()
+        await eventually(lambda: told_again(redis_server))
+    assert await names(one) == await names(two) == ["a"]
+
+
+async def told_again(redis_server: RedisServer) -> bool:
+    with redis_server.client() as client:
+        return bool(client.hlen("lmcache:{broker}:records"))
