@@ -31,7 +31,7 @@ NUM_INSTANCES = 4
 NUM_CHUNKS = 400
 LOAD_S = 1.0
 MOST_UNKNOWN_S = 12.0
-"""One second until a master counts as failed, the vote, and the two seconds in which the new one answers nothing yet; and a busy machine."""
+"""One second until a master counts as failed, the vote, two seconds in which the new one answers nothing yet; a busy machine."""
 HEALING_S = 6.0
 """A heartbeat; a batch that was cut off, whose claim has to end for all clocks (2.8 s); the pauses between tries."""
 
@@ -99,6 +99,7 @@ class Watch:
     dead_since: float = float("inf")
     num_answers: int = 0
     longest_s: float = 0.0
+    lag_s: float = 0.0
     unknown_at: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -120,6 +121,13 @@ class Watch:
                     elif chunk_id not in by_name[holder.instance].ever_held:
                         self.wrong.append(f"{holder.instance} never held {chunk_id.hex()}")
             await asyncio.sleep(0.01)
+
+    async def notice_lag(self) -> None:
+        """How much too late this process wakes: what the machine takes from us is not Redis' fault."""
+        while True:
+            began_at = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.lag_s = max(self.lag_s, time.monotonic() - began_at - 0.01)
 
     @property
     def unknown_s(self) -> float:
@@ -156,13 +164,10 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> None:
             await asyncio.sleep(0.02)
 
 
-async def at_the_latest(timeout_s: float, condition: Callable[[], Awaitable[bool]]) -> float:
-    """How long it takes, in seconds."""
-    began_at = time.monotonic()
+async def at_the_latest(timeout_s: float, condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)
-    return time.monotonic() - began_at
 
 
 async def is_true_of(indexes: list[LookupIndex], instances: list[Instance], chunk_ids: list[bytes]) -> bool:
@@ -219,7 +224,7 @@ async def test_a_master_is_killed_under_load(kind: str) -> None:
             for instance in watch.instances:
                 await stack.enter_async_context(reporting(instance))
             await until(lambda: all(instance.reporter.synced for instance in watch.instances), 10)
-            async with doing(watch.work):
+            async with doing(watch.work, watch.notice_lag):
                 async with doing(*(instance.work for instance in instances)):
                     await asyncio.sleep(LOAD_S)
                     # As by SIGKILL: its lease is left to run out.
@@ -228,11 +233,8 @@ async def test_a_master_is_killed_under_load(kind: str) -> None:
                     await until(lambda: bool(watch.unknown_at), 5)
                     num_before = watch.num_answers
                     await until(lambda: watch.num_answers > num_before + 50, MOST_UNKNOWN_S + 5)
-                healed_at = await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
+                await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
                 await asyncio.sleep(max(0.0, watch.dead_since + TTL_S + LOAD_S - time.monotonic()))
         assert not watch.wrong
         assert watch.unknown_s < MOST_UNKNOWN_S
-        assert watch.longest_s < READ_TIMEOUT_S + 0.4
-        print(
-            f"{kind}: unknown for {watch.unknown_s:.1f} s, right again {healed_at:.1f} s after the load, slowest answer {watch.longest_s:.2f} s"
-        )
+        assert watch.longest_s < READ_TIMEOUT_S + 0.4 + 4 * watch.lag_s
