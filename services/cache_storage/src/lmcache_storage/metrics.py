@@ -18,7 +18,12 @@ REMOVED_CHUNKS_TOTAL: Final = "lmcache_storage_removed_chunks_total"
 COMPAT_REQUESTS_TOTAL: Final = "lmcache_storage_compat_requests_total"
 COMPAT_CLOSED_TOTAL: Final = "lmcache_storage_compat_closed_total"
 UNSERVABLE_VALUES_TOTAL: Final = "lmcache_storage_compat_unservable_values_total"
+MOVED_CHUNKS_TOTAL: Final = "lmcache_storage_moved_chunks_total"
+HANDED_OVER_BYTES_TOTAL: Final = "lmcache_storage_handed_over_bytes_total"
+RECEIVED_CHUNKS_TOTAL: Final = "lmcache_storage_received_chunks_total"
+RECEIVED_BYTES_TOTAL: Final = "lmcache_storage_received_bytes_total"
 LABEL_COMMAND: Final = "command"
+LABEL_OUTCOME: Final = "outcome"
 
 DESCRIBED: Final = MappingProxyType(
     {
@@ -29,6 +34,12 @@ DESCRIBED: Final = MappingProxyType(
         STORED_BYTES_TOTAL: Described("Bytes of records taken."),
         REFUSED_CHUNKS_TOTAL: Described("Chunks not taken, for want of room or while draining."),
         REMOVED_CHUNKS_TOTAL: Described("Chunks removed on request."),
+        MOVED_CHUNKS_TOTAL: Described(
+            "Chunks that were to go to other servers, at drains and when servers had come or gone.", LABEL_OUTCOME
+        ),
+        HANDED_OVER_BYTES_TOTAL: Described("Bytes of records sent to other servers."),
+        RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from other servers."),
+        RECEIVED_BYTES_TOTAL: Described("Bytes of records taken over from other servers."),
         COMPAT_REQUESTS_TOTAL: Described("Requests of LMCache clients.", LABEL_COMMAND),
         COMPAT_CLOSED_TOTAL: Described("Connections of LMCache clients that were closed, by the reason.", LABEL_REASON),
         UNSERVABLE_VALUES_TOTAL: Described("Values that LMCache clients asked for and that were not served although held.", LABEL_REASON),

@@ -12,6 +12,8 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
 
 from lmcache_storage.chunks.service import ChunkDoor
+from lmcache_storage.handover.drain import Drain
+from lmcache_storage.handover.neighbours import Neighbours
 
 
 @dataclass(slots=True)
@@ -27,7 +29,8 @@ class StorageParts:
         lm_server: What lm:// serves.
         reporter: Reports to lookup; None without a lookup_url.
         registration: Lease at the broker; None without a broker_url.
-        drain_timeout_s: How long a drain waits for pending writes.
+        drain: The way to this instance's end.
+        neighbours: The other servers; None where none are configured.
     """
 
     instance: str
@@ -38,19 +41,13 @@ class StorageParts:
     lm_server: LmServer
     reporter: InstanceReporter | None
     registration: PeerRegistration | None
-    drain_timeout_s: float
+    drain: Drain
+    neighbours: Neighbours | None
 
     @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
         return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
-
-    async def drain(self) -> bool:
-        """Take no new chunks, ask for no new pulls, wait for pending writes; False when they took too long."""
-        self.chunks.gate.close()
-        if self.registration is not None:
-            self.registration.drain()
-        return await self.stack.drain(self.drain_timeout_s)
 
     def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
         """Key, size in bytes and tiers of every chunk of a tenant, in a stable order."""

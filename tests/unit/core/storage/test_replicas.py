@@ -267,3 +267,12 @@ async def test_a_cancelled_get_gives_everything_back() -> None:
         assert all(isinstance(result, Chunk) for result in results)
         for result in results:
             payload_of(result)
+
+
+async def test_one_that_is_away_is_no_tier_that_is_away() -> None:
+    async with cluster("s-0", "s-1") as made:
+        await made.put(KEYS)
+        ours = [key for key in KEYS if made.where(key) == ["s-1"]]
+        await made.stop("s-1")
+        assert await made.tier.batched_contains(ours) == [False] * len(ours)
+        assert await made.got(ours) == [MissReason.NEVER_STORED] * len(ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
 
-from lmcache_storage.admin.schemas import ClearAnswer, ClearRequest, DrainAnswer, EvictAnswer, EvictRequest, Stats
+from lmcache_storage.admin.schemas import ClearAnswer, ClearRequest, DrainAnswer, DrainView, EvictAnswer, EvictRequest, Stats
 from lmcache_storage.dependencies import Parts
 
 router = APIRouter(prefix="/v1", tags=["admin"])
@@ -21,6 +21,8 @@ async def stats(parts: Parts, principal: ClientPrincipal) -> Stats:
         settled=parts.is_settled,
         num_connections=parts.lm_server.num_connections,
         tiers=parts.stack.stats(),
+        drain=DrainView.of(parts.drain),
+        replicas=None if parts.neighbours is None else sorted(parts.neighbours.known()),
         reporter=None if parts.reporter is None else parts.reporter.stats,
     )
 
@@ -40,6 +42,9 @@ async def clear(parts: Parts, principal: AdminPrincipal, request: ClearRequest |
 
 
 @router.post("/admin/drain")
-async def drain(parts: Parts, principal: AdminPrincipal) -> DrainAnswer:
-    """Take no new chunks, become unready, and wait (bounded) until what is pending has been written. Reads go on."""
-    return DrainAnswer(draining=True, settled=await parts.drain())
+async def drain(parts: Parts, principal: AdminPrincipal, wait: bool = True) -> DrainAnswer:
+    """Take no new chunks, become unready, write what is pending and hand all chunks to the other instances (bounded). Reads go on."""
+    parts.drain.begin()
+    if wait:
+        await parts.drain.run()
+    return DrainAnswer(draining=True, settled=parts.stack.num_pending_bytes == 0, drain=DrainView.of(parts.drain))

@@ -12,7 +12,7 @@ from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.addresses import Resolver, hosts_of, is_literal
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions
-from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.members import Address, MakeClient, Members
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient
@@ -32,6 +32,27 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
         ConfigError: It is no such URL.
     """
     hosts = hosts_of(url)
+    if len(hosts) == 1 and (is_literal(hosts[0].host) or hosts[0].host == THIS_MACHINE):
+        return LmBackend(client_maker(url, options)(hosts[0]))
+    return ReplicatedBackend(members_of(url, options), options.timeout_s, options.locate)
+
+
+def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Members:
+    """The servers that such a URL leads to, not opened.
+
+    Args:
+        url: As of `create`.
+        options: How they are spoken to.
+        hands_over: Ask them to take over chunks of other tenants.
+
+    Raises:
+        ConfigError: It is no such URL.
+    """
+    return Members(Resolver(hosts_of(url)), client_maker(url, options, hands_over), url)
+
+
+def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> MakeClient:
+    """Makes clients of servers behind such a URL; arguments as of `members_of`."""
     tls = (options.tls or ClientTls(client_context())) if url.partition("://")[0] == ENCRYPTED_SCHEME else None
 
     def client(address: Address) -> LmClient:
@@ -40,13 +61,12 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
             name=options.client_name,
             tier=REMOTE_TIER,
             accepts=options.accepts,
+            hands_over=hands_over,
             tls=None if tls is None else ClientTls(tls.context, tls.name or address.name),
         )
         return LmClient(address.host, address.port, options.token, behaviour)
 
-    if len(hosts) == 1 and (is_literal(hosts[0].host) or hosts[0].host == THIS_MACHINE):
-        return LmBackend(client(hosts[0]))
-    return ReplicatedBackend(Members(Resolver(hosts), client, url), options.timeout_s, options.locate)
+    return client
 
 
 class LmBackend(StorageBackend):

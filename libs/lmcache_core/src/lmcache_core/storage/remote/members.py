@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 IMPATIENT_REFRESH_S = 0.5
-"""While an address has not told its name yet, and while there is no address."""
+"""While a server has not told its name yet, and while nobody can be found."""
 GREETING_S = 1.0
 MAX_ADDRESSES = 256
 REST_INITIAL_S = 0.5
@@ -94,6 +94,7 @@ class Members:
         self._by_address: dict[Address, Member] = {}
         self._tasks = TaskSupervisor("replicas", max_tasks=2)
         self._known: frozenset[str] = frozenset()
+        self._is_found = False
 
     async def open(self) -> None:
         """Find them, as far as that can be done now, and go on finding them in the background."""
@@ -119,8 +120,10 @@ class Members:
         try:
             addresses = list(dict.fromkeys(await self._find()))[:MAX_ADDRESSES]
         except UnavailableError as exc:
+            self._is_found = bool(self._by_address)
             logger.debug("the servers of %s cannot be found: %s", self._name, exc)
         else:
+            self._is_found = True
             await self._close(self._by_address.keys() - set(addresses))
             for address in addresses:
                 if address not in self._by_address:
@@ -130,7 +133,7 @@ class Members:
 
     async def _keep_fresh(self) -> None:
         while True:
-            is_complete = self._by_address and all(member.name is not None for member in self._by_address.values())
+            is_complete = self._is_found and all(member.name is not None for member in self._by_address.values())
             await asyncio.sleep(REFRESH_S if is_complete else IMPATIENT_REFRESH_S)
             await self.refresh()
 

@@ -57,7 +57,7 @@ class ReplicatedBackend(StorageBackend):
         servers = self._servers()
         places = self._seen.places(keys, servers)
         answers = await whereabouts(servers, keys, places, self._timeout_s)
-        found = best_places(keys, answers.require_one())
+        found = best_places(keys, answers.by_name if len(places) < len(servers) else answers.require_one())
         found |= await self._search(keys, [i for i in range(len(keys)) if i not in found], places, servers, self._timeout_s)
         for i, name in found.items():
             self._seen.note(keys[i], name, servers)
@@ -72,7 +72,9 @@ class ReplicatedBackend(StorageBackend):
         fetch = _Fetch(keys, servers, allocate, deadline, results)
         try:
             places = self._seen.places(keys, servers)
-            (await fetch.run(places)).require_one()
+            answers = await fetch.run(places)
+            if len(places) == len(servers):  # else others may have what those hold that are silent
+                answers.require_one()
             missing = [i for i, result in enumerate(results) if isinstance(result, Miss) and result.reason in _MAY_BE_ELSEWHERE]
             self._seen.forget(keys[i] for i in missing)
             elsewhere: dict[str, list[int]] = {}

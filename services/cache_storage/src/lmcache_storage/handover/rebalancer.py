@@ -1,0 +1,90 @@
+"""Moves chunks to their homes when servers have come or gone, slowly and in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lmcache_core.keys import ChunkKey
+from lmcache_core.storage.remote.rendezvous import home
+from lmcache_core.storage.stack import TierStack
+
+from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.mover import Mover, Sized
+from lmcache_storage.handover.neighbours import Neighbours
+from lmcache_storage.handover.progress import Moved
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+STEADY_LOOKS = 3
+"""So many looks in a row must have found the same servers before chunks move."""
+WINDOW_CHUNKS = 16
+FORGET_AFTER_S = 5.0
+"""What has moved is served here for so long yet: a reader may have asked at its new home before it arrived there."""
+
+
+class Rebalancer:
+    """Gives chunks whose home is another server to that one, if it has room, and forgets them here.
+
+    It rests after each window for as long as that has taken.
+
+    Args:
+        chunks: What there is here.
+        stack: The same, to be forgotten.
+        neighbours: The others.
+        mover: Sends chunks.
+        is_open: Whether this server stays; one that drains does not move what it hands over anyway.
+    """
+
+    def __init__(self, chunks: HeldChunks, stack: TierStack, neighbours: Neighbours, mover: Mover, is_open: Callable[[], bool]) -> None:
+        self._chunks = chunks
+        self._stack = stack
+        self._neighbours = neighbours
+        self._mover = mover
+        self._is_open = is_open
+        self._settled_for: frozenset[str] = frozenset()
+        self._seen: frozenset[str] = frozenset()
+        self._num_looks = 0
+        self._moved: deque[tuple[float, Sequence[ChunkKey]]] = deque()
+
+    async def look(self) -> None:
+        """Move what has to move, if others have come or gone since the last time and it is quiet now."""
+        known = self._neighbours.known()
+        await self._forget(known)
+        self._num_looks = self._num_looks + 1 if known == self._seen else 0
+        self._seen = known
+        if known == self._settled_for or self._num_looks < STEADY_LOOKS or not self._is_open():
+            return
+        strangers = self._strangers(known)
+        moved = Moved(len(strangers))
+        for begin in range(0, len(strangers), WINDOW_CHUNKS):
+            if not self._is_open() or self._neighbours.known() != known:
+                return
+            await self._move(strangers[begin : begin + WINDOW_CHUNKS], moved)
+        self._settled_for = known
+        if moved.total:
+            logger.info("rebalanced: %d of %d chunks have moved to their homes", moved.handed_over + moved.already_elsewhere, moved.total)
+
+    async def _move(self, window: Sequence[Sized], moved: Moved) -> None:
+        now = asyncio.get_running_loop().time
+        began = now()
+        settled = await self._mover.move_home(window, moved)
+        if settled:
+            self._moved.append((now() + FORGET_AFTER_S, settled))
+        await asyncio.sleep(now() - began)
+
+    async def _forget(self, known: frozenset[str]) -> None:
+        """Give up what moved a while ago, unless its home is here again."""
+        while self._is_open() and self._moved and self._moved[0][0] <= asyncio.get_running_loop().time():
+            _, keys = self._moved.popleft()
+            await self._stack.batched_remove([key for key in keys if not self._is_at_home(key, known)])
+
+    def _is_at_home(self, key: ChunkKey, known: frozenset[str]) -> bool:
+        return home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance
+
+    def _strangers(self, known: frozenset[str]) -> list[Sized]:
+        """Chunks whose home is elsewhere, the hottest first."""
+        return [chunk for chunk in self._chunks.hottest_first() if not self._is_at_home(chunk[0], known)]
