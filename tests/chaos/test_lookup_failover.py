@@ -1,4 +1,7 @@
-"""Redis' master is killed while instances report and are looked up: nothing wrong is said, nothing for long, and everything again soon."""
+"""Redis' master is killed while instances report and are looked up, and what it acknowledged last is lost.
+
+Nothing wrong is said, nothing is unknown for long, and everything is right again soon.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster
 from tests.fixtures.redis_sentinel import watched_redis
+from tests.fixtures.redis_server import RedisServer
 
 SEED = 20_261_121
 TTL_S = 3.0
@@ -30,6 +34,8 @@ OPTIONS = RedisIndexOptions(read_timeout_s=READ_TIMEOUT_S, write_timeout_s=0.8)
 NUM_INSTANCES = 4
 NUM_CHUNKS = 400
 LOAD_S = 1.0
+LOST_S = 0.5
+"""What was acknowledged in so long before the end is certainly lost."""
 MOST_UNKNOWN_S = 12.0
 """One second until a master counts as failed, the vote, two seconds in which the new one answers nothing yet; a busy machine."""
 HEALING_S = 6.0
@@ -181,15 +187,22 @@ async def is_true_of(indexes: list[LookupIndex], instances: list[Instance], chun
 
 
 @contextmanager
-def behind_sentinels() -> Iterator[tuple[str, Callable[[], None]]]:
+def behind_sentinels() -> Iterator[tuple[str, RedisServer]]:
     with watched_redis(down_after_ms=500) as watched:
-        yield watched.url, watched.master.kill
+        yield watched.url, watched.master
 
 
 @contextmanager
-def in_a_cluster(key: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def in_a_cluster(key: str) -> Iterator[tuple[str, RedisServer]]:
     with running_cluster(node_timeout_ms=1000) as cluster:
-        yield cluster.url, cluster.servers[cluster.place_of(key)].kill
+        yield cluster.url, cluster.servers[cluster.place_of(key)]
+
+
+def keep_from_replicas(master: RedisServer) -> None:
+    """Let it acknowledge what nobody else will ever know."""
+    with master.client() as client:
+        client.execute_command("ACL SETUSER", "default", "-psync", "-sync")
+        assert client.execute_command("CLIENT KILL", "TYPE", "replica") >= 1
 
 
 def key_beside_no_lease() -> str:
@@ -211,7 +224,7 @@ async def test_a_master_is_killed_under_load(kind: str) -> None:
         "cluster, leases": lambda: in_a_cluster(LEASES_KEY),
         "cluster, chunks": lambda: in_a_cluster(key_beside_no_lease()),
     }[kind]
-    with servers() as (url, kill_master):
+    with servers() as (url, master):
         indexes: list[LookupIndex] = [RedisIndex(url, OPTIONS) for _ in range(2)]
         instances = [
             Instance(ThroughIndex(indexes), f"i-{place}", chunk_ids, random.Random(SEED + place)) for place in range(NUM_INSTANCES)
@@ -227,14 +240,18 @@ async def test_a_master_is_killed_under_load(kind: str) -> None:
             async with doing(watch.work, watch.notice_lag):
                 async with doing(*(instance.work for instance in instances)):
                     await asyncio.sleep(LOAD_S)
+                    keep_from_replicas(master)
+                    await asyncio.sleep(LOST_S)
                     # As by SIGKILL: its lease is left to run out.
                     cut.is_cut, watch.dead_since = True, time.monotonic()
-                    kill_master()
+                    num_resyncs = [instance.reporter.stats["num_resyncs"] for instance in instances]
+                    master.kill()
                     await until(lambda: bool(watch.unknown_at), 5)
                     num_before = watch.num_answers
                     await until(lambda: watch.num_answers > num_before + 50, MOST_UNKNOWN_S + 5)
                 await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
                 await asyncio.sleep(max(0.0, watch.dead_since + TTL_S + LOAD_S - time.monotonic()))
+                assert all(instance.reporter.stats["num_resyncs"] > num for instance, num in zip(instances, num_resyncs, strict=True))
         assert not watch.wrong
         assert watch.unknown_s < MOST_UNKNOWN_S
         assert watch.longest_s < READ_TIMEOUT_S + 0.4 + 4 * watch.lag_s
