@@ -184,7 +184,8 @@ async def test_tokens_guard_both_doors(tmp_path: Path) -> None:
 async def test_draining_refuses_puts_at_both_doors_and_serves_on(storage: ServiceProcess) -> None:
     async with doors(storage) as (rest, lm):
         await lm.put([make_chunk("a")])
-        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True}
+        answer = (await rest.post("/v1/admin/drain")).json()
+        assert (answer["draining"], answer["settled"], answer["drain"]["state"]) == (True, True, "done")
         assert (await rest.get("/readyz")).status_code == 503
         assert (await rest.put(f"/v1/chunks/{B}", content=make_record("b"))).status_code == 503
         assert await lm.put([make_chunk("b")]) == [False]

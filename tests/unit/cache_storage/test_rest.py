@@ -224,11 +224,14 @@ async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
     assert 'lmcache_tier_chunks{tier="Hot"} 1.0' in text
 
 
+NOTHING_MOVED = {"state": "done", "total": 0, "handed_over": 0, "already_elsewhere": 0, "failed": 0, "left": 0}
+
+
 async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> None:
     async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
         assert (await rest.get("/readyz")).status_code == 200
-        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True}
+        assert (await rest.post("/v1/admin/drain")).json() == {"draining": True, "settled": True, "drain": NOTHING_MOVED}
         assert_problem(await rest.put(f"/v1/chunks/{B}", content=make_record("b")), 503, "draining")
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
         ready = await rest.get("/readyz")

@@ -92,7 +92,7 @@ class _Opening:
         await self._open_compat(store, counters)
         url = settings.advertise_url or distributed_url_of(settings.lm_host, lm_server.port, settings.tls_cert_file is not None)
         registration = await self._join_broker(url)
-        neighbours, drain = await self._know_the_others(stack, held, counters, gate)
+        neighbours, drain = await self._know_the_others(stack, held, store, counters, gate)
         parts = StorageParts(
             settings.instance_id,
             url,
@@ -112,7 +112,9 @@ class _Opening:
         add_health_checks(self._state.health, parts)
         return parts
 
-    async def _know_the_others(self, stack: TierStack, held: HeldChunks, counters: Counters, gate: Gate) -> tuple[Neighbours | None, Drain]:
+    async def _know_the_others(
+        self, stack: TierStack, held: HeldChunks, door: HandoverDoor, counters: Counters, gate: Gate
+    ) -> tuple[Neighbours | None, Drain]:
         """Find the other servers of this tier, give them what belongs there, and be ready to give them the rest."""
         settings = self._settings
         members = create_members(settings, self._broker, self._token, self._tls)
@@ -124,7 +126,7 @@ class _Opening:
             mover = Mover(held, neighbours, counters)
         if neighbours is not None and mover is not None and settings.rebalance:
             tasks = TaskSupervisor("rebalance")
-            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, gate.is_open).look, LOOK_S)
+            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, door, gate.is_open).look, LOOK_S)
             self._exits.push_async_callback(tasks.close)
         drain = Drain(settings.drain_timeout_s, stack, held, neighbours, mover)
         drain.when_it_begins(gate.close)

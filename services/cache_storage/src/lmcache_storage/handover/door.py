@@ -27,12 +27,16 @@ class HandoverDoor(CountedDoor):
         counters: The same.
         chunks: Tells whether there is room.
         stack: Where chunks are kept.
+
+    Attributes:
+        num_received: Chunks that have been taken over so far.
     """
 
     def __init__(self, door: ServedDoor, counters: Counters, chunks: HeldChunks, stack: TierStack) -> None:
         super().__init__(door, counters)
         self._chunks = chunks
         self._stack = stack
+        self.num_received = 0
         self._max_pending_bytes = stack.hot.stats()["capacity_bytes"] // MAX_PENDING_SHARE
 
     def has_room(self, num_bytes: int) -> bool:
@@ -47,6 +51,7 @@ class HandoverDoor(CountedDoor):
                 return False
             await asyncio.sleep(PAUSE_S)
         is_kept = await self.put(chunk)
+        self.num_received += is_kept
         self._counters.add(metrics.RECEIVED_CHUNKS_TOTAL, is_kept)
         self._counters.add(metrics.RECEIVED_BYTES_TOTAL, chunk.num_bytes * is_kept)
         return is_kept

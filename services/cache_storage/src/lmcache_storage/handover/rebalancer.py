@@ -11,6 +11,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.storage.stack import TierStack
 
+from lmcache_storage.handover.door import HandoverDoor
 from lmcache_storage.handover.held import HeldChunks
 from lmcache_storage.handover.mover import Mover, Sized
 from lmcache_storage.handover.neighbours import Neighbours
@@ -19,11 +20,14 @@ from lmcache_storage.handover.progress import Moved
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+CHUNKS_A_TURN = 256
 STEADY_LOOKS = 3
 """So many looks in a row must have found the same servers before chunks move."""
 WINDOW_CHUNKS = 16
 FORGET_AFTER_S = 5.0
 """What has moved is served here for so long yet: a reader may have asked at its new home before it arrived there."""
+
+Situation = tuple[frozenset[str], int]
 
 
 class Rebalancer:
@@ -36,17 +40,27 @@ class Rebalancer:
         stack: The same, to be forgotten.
         neighbours: The others.
         mover: Sends chunks.
+        door: Where others, who may have seen other servers than this one, give it theirs.
         is_open: Whether this server stays; one that drains does not move what it hands over anyway.
     """
 
-    def __init__(self, chunks: HeldChunks, stack: TierStack, neighbours: Neighbours, mover: Mover, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        chunks: HeldChunks,
+        stack: TierStack,
+        neighbours: Neighbours,
+        mover: Mover,
+        door: HandoverDoor,
+        is_open: Callable[[], bool],
+    ) -> None:
         self._chunks = chunks
         self._stack = stack
         self._neighbours = neighbours
         self._mover = mover
         self._is_open = is_open
-        self._settled_for: frozenset[str] = frozenset()
-        self._seen: frozenset[str] = frozenset()
+        self._door = door
+        self._settled: Situation = (frozenset(), 0)
+        self._seen = self._settled
         self._num_looks = 0
         self._moved: deque[tuple[float, Sequence[ChunkKey]]] = deque()
 
@@ -54,17 +68,18 @@ class Rebalancer:
         """Move what has to move, if others have come or gone since the last time and it is quiet now."""
         known = self._neighbours.known()
         await self._forget(known)
-        self._num_looks = self._num_looks + 1 if known == self._seen else 0
-        self._seen = known
-        if known == self._settled_for or self._num_looks < STEADY_LOOKS or not self._is_open():
+        now = (known, self._door.num_received)
+        self._num_looks = self._num_looks + 1 if now == self._seen else 0
+        self._seen = now
+        if now == self._settled or self._num_looks < STEADY_LOOKS or not self._is_open():
             return
-        strangers = self._strangers(known)
+        strangers = await self._strangers(known)
         moved = Moved(len(strangers))
         for begin in range(0, len(strangers), WINDOW_CHUNKS):
             if not self._is_open() or self._neighbours.known() != known:
                 return
             await self._move(strangers[begin : begin + WINDOW_CHUNKS], moved)
-        self._settled_for = known
+        self._settled = now
         if moved.total:
             logger.info("rebalanced: %d of %d chunks have moved to their homes", moved.handed_over + moved.already_elsewhere, moved.total)
 
@@ -85,6 +100,12 @@ class Rebalancer:
     def _is_at_home(self, key: ChunkKey, known: frozenset[str]) -> bool:
         return home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance
 
-    def _strangers(self, known: frozenset[str]) -> list[Sized]:
+    async def _strangers(self, known: frozenset[str]) -> list[Sized]:
         """Chunks whose home is elsewhere, the hottest first."""
-        return [chunk for chunk in self._chunks.hottest_first() if not self._is_at_home(chunk[0], known)]
+        found: list[Sized] = []
+        for i, chunk in enumerate(self._chunks.hottest_first()):
+            if not self._is_at_home(chunk[0], known):
+                found.append(chunk)
+            if i % CHUNKS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return found
