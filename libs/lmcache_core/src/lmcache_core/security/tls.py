@@ -53,7 +53,7 @@ class ReloadingContext(ssl.SSLContext):
     """Hands each new connection to a context with what the files hold now, as far as that is good; standing connections keep theirs.
 
     Files are looked at when a connection begins, at most once a second. Settings of this object itself reach no connection: it trusts
-    nobody and has no certificate, so that whoever goes round `wrap_bio` gets no connection.
+    nobody and has no certificate, so that whoever goes round its methods gets no connection.
     """
 
     _build: Callable[[], ssl.SSLContext]
@@ -70,11 +70,17 @@ class ReloadingContext(ssl.SSLContext):
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """See `ssl.SSLContext.wrap_bio`."""
-        if self._watch.have_changed():
-            self._reload()
+        self._look()
         return self._in_force.wrap_bio(*args, **kwargs)
 
-    def _reload(self) -> None:
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        """See `ssl.SSLContext.wrap_socket`."""
+        self._look()
+        return self._in_force.wrap_socket(*args, **kwargs)
+
+    def _look(self) -> None:
+        if not self._watch.have_changed():
+            return
         try:
             self._in_force = self._build()
         except ConfigError as exc:

@@ -1,0 +1,120 @@
+"""No secret in logs, metrics, answers or printed settings, whatever is sent; and what admins did is written down."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from lmcache_broker.settings import BrokerSettings
+from lmcache_core.errors import LMCacheError
+from lmcache_core.testing.chunks import make_key
+from lmcache_lookup.settings import LookupSettings
+from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
+from lmcache_sidecar.settings import SidecarSettings
+from lmcache_storage.settings import StorageSettings
+
+from tests.fixtures.guarded_services import REST_NAMES, SALT, TICKET_SECRET, TOKENS, Guarded
+from tests.integration.security.test_ports import CALLS, CHUNK, allocate, eventually, ticket
+
+WRONG = "wrong-token-0123456789-which-somebody-mistyped"
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "lookup": LookupSettings,
+    "broker": BrokerSettings,
+    "storage": StorageSettings,
+    "sidecar": SidecarSettings,
+}
+
+
+def secrets_of(guarded: Guarded) -> Iterator[str]:
+    yield from TOKENS.values()
+    yield from (SALT, WRONG, TICKET_SECRET.decode(), base64.b64encode(TICKET_SECRET).decode())
+    for pair in (guarded.server, guarded.pod):
+        lines = pair.key.read_text().splitlines()
+        yield from (line for line in lines if line and not line.startswith("-----"))
+
+
+def answers_to_everything(guarded: Guarded) -> Iterator[httpx.Response]:
+    """Good calls, calls by the wrong people, and calls that make no sense, at every REST port."""
+    for name in REST_NAMES:
+        for token in (None, WRONG, TOKENS["rival"], TOKENS["operator"]):
+            with guarded.rest(name, token) as client:
+                for method, path, body in CALLS[name]:
+                    if path.endswith(("drain", "clear")) and token == TOKENS["operator"]:
+                        continue
+                    yield client.request(method, path, json=body)
+                    yield client.request(method, path, content=f"not JSON but {WRONG}", headers={"content-type": "application/json"})
+                    yield client.request(method, f"{path}?token={WRONG}", json={"token": WRONG, "chunk_ids": WRONG, "keys": [WRONG]})
+                for path in ("/metrics", "/readyz", "/healthz", "/openapi.json", "/nothing/" + WRONG):
+                    yield client.get(path)
+        with guarded.rest(name, TOKENS["operator"]) as client:
+            yield client.request("GET", "/v1/stats")
+            yield client.request("GET", "/v1/status")
+
+
+async def test_no_secret_gets_out(guarded: Guarded) -> None:
+    refusals: list[str] = []
+    for name in ("storage", "sidecar"):
+        for token in (None, WRONG, TOKENS["acme"]):
+            for shown in (None, ticket(), ticket(ttl_ms=-10_000)):
+                client = guarded.lm(name, token)
+                try:
+                    for result in await client.get([make_key("leak", "acme")], allocate, ticket=shown):
+                        assert not hasattr(result, "memory")
+                except LMCacheError as exc:
+                    refusals.append(str(exc))
+                await client.close()
+    wanted = list(secrets_of(guarded))
+    assert len(refusals) >= 8
+    assert [secret for secret in wanted if secret in "\n".join(refusals)] == []
+    num_answers = 0
+    for answer in answers_to_everything(guarded):
+        num_answers += 1
+        said = answer.text + repr(answer.headers)
+        assert [secret for secret in wanted if secret in said] == [], f"{answer.request.method} {answer.request.url}"
+    assert num_answers > 150
+    output = guarded.output
+    assert "refused" in output, "the log was written at all"
+    assert [secret for secret in [*wanted, ticket().rpartition(".")[0]] if secret in output] == []
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+def test_printed_settings_show_no_secret(guarded: Guarded, name: str) -> None:
+    printed = render_settings(load_settings(SETTINGS[name], environ=guarded.services[name].environ))
+    assert str(guarded.server.key) in printed
+    assert [secret for secret in secrets_of(guarded) if secret in printed] == []
+
+
+def test_what_admins_do_is_written_down(guarded: Guarded) -> None:
+    def written(name: str) -> list[dict[str, object]]:
+        return [json.loads(line) for line in guarded.services[name].output.splitlines() if line.startswith('{"time"')]
+
+    def later(name: str, before: int) -> list[dict[str, object]]:
+        """The next three lines, which are written when the answer has been sent."""
+        eventually(lambda: len(written(name)) >= before + 3)
+        return written(name)[before:]
+
+    before = len(written("storage"))
+    with guarded.rest("storage") as client:
+        for token in (TOKENS["operator"], TOKENS["acme"], WRONG):
+            client.post("/v1/admin/clear", headers={"authorization": f"Bearer {token}"}, json={"tenant": "nobody"})
+        client.get(f"/v1/chunks/{CHUNK.key.to_url()}", headers={"authorization": f"Bearer {TOKENS['acme']}"})
+    done, refused, unknown = later("storage", before)
+    assert done["what"] == refused["what"] == unknown["what"] == "POST /v1/admin/clear"
+    assert (done["who"], done["tenant"], done["role"], done["result"], done["status"]) == ("operator", "ops", "admin", "done", 200)
+    assert (done["details"], done["service"], done["instance"]) == ({"tenant": "nobody"}, "lmcache-storage", "storage-0")
+    assert (refused["who"], refused["tenant"], refused["result"], refused["status"]) == ("acme", "acme", "refused", 403)
+    assert (unknown["who"], unknown["tenant"], unknown["result"], unknown["status"]) == (None, None, "refused", 401)
+    with guarded.rest("sidecar", TOKENS["operator"]) as client:
+        before = len(written("sidecar"))
+        assert client.put("/v1/log-level", json={"level": "error", "logger": "lmcache.audit"}).status_code == 403
+        assert client.put("/v1/log-level", json={"level": "error"}).status_code == 200
+        client.put("/v1/log-level", json={"level": "debug"})
+        said = [(line["result"], line["details"]) for line in later("sidecar", before)]
+    assert said == [
+        ("refused", {"level": "error", "logger": "lmcache.audit"}),
+        ("done", {"level": "error"}),
+        ("done", {"level": "debug"}),
+    ], "it is written at any level"

@@ -1,0 +1,222 @@
+"""Every port of every service: without credentials, with another tenant's, with an expired ticket, with no or the wrong certificate."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.record import Chunk, Miss
+from lmcache_core.security import TicketSigner, unix_ms
+from lmcache_core.testing.chunks import make_chunk, make_key, make_record
+from lmcache_core.wire import LmClient
+
+from tests.fixtures.guarded_services import REST_NAMES, TICKET_KEYS, TOKENS, Guarded
+from tests.fixtures.tls import client_tls
+
+LM_NAMES = ("storage", "sidecar")
+CHUNK = make_key("guarded", "acme")
+CHUNK_ID = CHUNK.key.chunk_id().hex()
+CALLS: dict[str, list[tuple[str, str, object]]] = {
+    "lookup": [("POST", "/v1/lookup", {"chunk_ids": [CHUNK_ID]}), ("GET", "/v1/instances", None), ("POST", "/v1/admin/clear", None)],
+    "broker": [
+        ("GET", "/v1/peers", None),
+        ("POST", "/v1/transfers", {"requester": "a", "chunks": []}),
+        ("POST", "/v1/peers/a:drain", None),
+        ("GET", "/", None),
+    ],
+    "storage": [
+        ("GET", f"/v1/chunks/{CHUNK.key.to_url()}", None),
+        ("DELETE", f"/v1/chunks/{CHUNK.key.to_url()}", None),
+        ("POST", "/v1/chunks:contains", {"keys": [CHUNK.key.to_url()]}),
+        ("POST", "/v1/admin/clear", {"all_tenants": True}),
+    ],
+    "sidecar": [
+        ("GET", "/v1/status", None),
+        ("POST", "/v1/clear", None),
+        ("POST", "/v1/drain", None),
+        ("POST", "/v1/explain", {"token_ids": [1]}),
+    ],
+}
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+
+
+def allocate(num_bytes: int) -> BytesBufferMemoryObj:
+    return BytesBufferMemoryObj(bytearray(num_bytes))
+
+
+def ticket(*, instance: str = "sidecar-0", requester: str = "test", tenant: str = "acme", ttl_ms: int = 60_000, keys: object = None) -> str:
+    signer = TicketSigner(keys or TICKET_KEYS, "k1")  # type: ignore[arg-type]
+    return signer.sign(instance=instance, requester=requester, tenant=tenant, expires_unix_ms=unix_ms() + ttl_ms)
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+@pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789", "é"])
+def test_rest_without_credentials(guarded: Guarded, name: str, token: str | None) -> None:
+    shown = [] if token is None else [(b"authorization", b"Bearer " + token.encode())]
+    with guarded.rest(name) as client:
+        for method, path, body in CALLS[name]:
+            answer = client.request(method, path, headers=shown, **({} if body is None else {"json": body}))
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert answer.headers["content-type"] == "application/problem+json"
+        assert client.get("/healthz").status_code == 200, "a probe has no token"
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+def test_rest_without_encryption_or_certificate(guarded: Guarded, name: str) -> None:
+    nameless, foreign = client_tls(guarded.authority), client_tls(guarded.authority, guarded.stranger.sign("foreign", "pod.example"))
+    for tls in (nameless, foreign):
+        with guarded.rest(name, TOKENS["operator"], tls) as client, pytest.raises((httpx.TransportError, ssl.SSLError)):
+            client.get("/healthz")
+    with guarded.rest(name, scheme="http") as client, pytest.raises(httpx.TransportError):
+        client.get("/healthz")
+    with guarded.rest(name, tls=client_tls(guarded.stranger, guarded.pod)) as client, pytest.raises(httpx.ConnectError):
+        client.get("/healthz")
+    with guarded.rest(name) as client:
+        assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+def test_rest_with_the_role_client_does_nothing_of_an_admins(guarded: Guarded, name: str) -> None:
+    admins = {"/v1/admin/clear", "/v1/peers/a:drain", "/v1/clear", "/v1/drain"}
+    with guarded.rest(name, TOKENS["acme"]) as client:
+        for method, path, body in CALLS[name]:
+            if path in admins:
+                answer = client.request(method, path, json=body)
+                assert (answer.status_code, answer.json()["type"]) == (403, "urn:lmcache:problem:forbidden"), path
+
+
+def test_the_house_works_behind_its_doors(guarded: Guarded) -> None:
+    """What a sidecar and a storage say to lookup and broker, and the sidecar to the storage, is encrypted and shown a token."""
+    with guarded.rest("sidecar", TOKENS["acme"]) as client:
+        eventually(lambda: client.get("/readyz").json()["checks"]["lookup-and-broker"]["detail"] == "registered")
+    with guarded.rest("broker", TOKENS["operator"]) as client:
+        eventually(lambda: len(client.get("/v1/peers").json()["peers"]) == 2)
+        assert all(peer["distributed_url"].startswith("lm+tls://127.0.0.1:") for peer in client.get("/v1/peers").json()["peers"])
+
+
+def test_a_tenants_entries_are_its_own(guarded: Guarded) -> None:
+    """The token says whose namespace it is, at lookup, broker and storage; nothing in a request does."""
+    path = f"/v1/chunks/{CHUNK.key.to_url()}"
+    with guarded.rest("storage", TOKENS["acme"]) as acme, guarded.rest("storage", TOKENS["rival"]) as rival:
+        assert acme.put(path, content=make_record("guarded")).status_code in (201, 204)
+        assert rival.get(path).status_code == 404
+        assert rival.head(path).status_code == 404
+        assert rival.delete(path).status_code == 404
+        assert rival.post("/v1/chunks:contains", json={"keys": [CHUNK.key.to_url()]}).json() == {"present": [False]}
+        assert rival.get("/v1/chunks").json()["chunks"] == []
+        assert acme.get(path).content == make_record("guarded")
+    with guarded.rest("lookup", TOKENS["acme"]) as acme, guarded.rest("lookup", TOKENS["rival"]) as rival:
+        question = {"chunk_ids": [CHUNK_ID]}
+        eventually(lambda: acme.post("/v1/lookup", json=question).json()["num_prefix"] == 1)
+        assert rival.post("/v1/lookup", json=question).json()["num_prefix"] == 0
+        assert "storage-0" not in rival.get("/v1/instances").text
+        assert rival.delete("/v1/instances/storage-0").status_code == 204
+        assert acme.post("/v1/lookup", json=question).json()["num_prefix"] == 1, "the lease that ended was none of acme's"
+        lease = rival.put("/v1/instances/rival-0", json={"incarnation": 1, "kind": "storage"})
+        assert lease.status_code == 200
+        event = {"op": "store", "chunk_id": CHUNK_ID, "tier": "Hot", "size_bytes": 1, "tenant": "acme"}
+        told = rival.post("/v1/events", json={"instance": "rival-0", "incarnation": 1, "first_sequence": 0, "events": [event]})
+        assert told.status_code == 403
+    with guarded.rest("broker", TOKENS["rival"]) as rival:
+        announce = {
+            "incarnation": 1,
+            "distributed_url": "lm+tls://127.0.0.1:1",
+            "kind": "sidecar",
+            "zone": "",
+            "node": "",
+            "load": 0.0,
+            "ttl_ms": 5000,
+        }
+        assert rival.put("/v1/peers/rival-0", json=announce).status_code == 200
+        with guarded.rest("broker", TOKENS["acme"]) as acme:
+            assert "rival-0" not in acme.get("/v1/peers").text
+
+
+def test_a_sidecar_is_its_own_tenants(guarded: Guarded) -> None:
+    with guarded.rest("sidecar", TOKENS["rival"]) as rival:
+        for path in ("/v1/status", "/v1/tiers", "/v1/clients"):
+            assert rival.get(path).status_code == 403, path
+    with guarded.rest("sidecar", TOKENS["operator"]) as operator:
+        assert operator.get("/v1/status").status_code == 200
+
+
+@pytest.mark.parametrize("name", LM_NAMES)
+async def test_lm_without_credentials(guarded: Guarded, name: str) -> None:
+    for token in (None, "a-token-of-nobody-0123456789"):
+        client = guarded.lm(name, token)
+        for call in (client.contains([CHUNK]), client.remove([CHUNK]), client.put([make_chunk("guarded")])):
+            with pytest.raises((AuthenticationError, UnavailableError)):
+                await call
+        await is_not_given(client, None)
+        await client.close()
+
+
+@pytest.mark.parametrize("name", LM_NAMES)
+async def test_lm_without_encryption_or_certificate(guarded: Guarded, name: str) -> None:
+    foreign = guarded.stranger.sign("foreign-lm", "pod.example")
+    for tls in (client_tls(guarded.authority), client_tls(guarded.authority, foreign), client_tls(guarded.stranger, guarded.pod)):
+        client = guarded.lm(name, TOKENS["acme"], tls)
+        with pytest.raises(UnavailableError):
+            await client.ping()
+        await client.close()
+    plain = LmClient("127.0.0.1", guarded.services[name].ports["lm_port"], TOKENS["acme"])
+    with pytest.raises(UnavailableError):
+        await plain.ping()
+    await plain.close()
+
+
+async def test_lm_with_another_tenants_token(guarded: Guarded) -> None:
+    acme, rival = guarded.lm("storage", TOKENS["acme"]), guarded.lm("storage", TOKENS["rival"])
+    assert await acme.put([make_chunk("guarded", tenant="acme")]) == [True]
+    assert await rival.contains([CHUNK]) == [False]
+    assert await rival.remove([CHUNK]) == 0
+    await is_not_given(rival, None)
+    assert await acme.contains([CHUNK]) == [True]
+    intruder = guarded.lm("sidecar", TOKENS["rival"])
+    assert await intruder.put([make_chunk("guarded")]) == [False], "a sidecar takes chunks of its own tenant only"
+    assert await intruder.contains([CHUNK]) == [False]
+    for client in (acme, rival, intruder):
+        await client.close()
+
+
+async def test_lm_with_tickets(guarded: Guarded) -> None:
+    """The sidecar holds a chunk of acme's; a peer without a token gets it by a good ticket, and by no other."""
+    handing_over = guarded.lm("sidecar", TOKENS["acme-service"])
+    assert await handing_over.put([make_chunk("guarded", tenant="acme")]) == [True]
+    await handing_over.close()
+    peer = guarded.lm("sidecar")
+    (got,) = await peer.get([CHUNK], allocate, ticket=ticket())
+    assert isinstance(got, Chunk)
+    got.release()
+    for bad in (
+        ticket(ttl_ms=-10_000),
+        ticket(instance="sidecar-1"),
+        ticket(requester="somebody-else"),
+        ticket(keys={"k1": b"another secret of 32 bytes......"}),
+        ticket()[:-4] + "AAAA",
+        "v1.x.y",
+        None,
+    ):
+        await is_not_given(peer, bad)
+    (other,) = await peer.get([CHUNK], allocate, ticket=ticket(tenant="rival"))
+    assert isinstance(other, Miss), "a ticket opens the namespace that it names"
+    await peer.close()
+
+
+async def is_not_given(client: LmClient, shown: str | None) -> None:
+    try:
+        (got,) = await client.get([CHUNK], allocate, ticket=shown)
+    except (AuthenticationError, UnavailableError):
+        return
+    assert isinstance(got, Miss)

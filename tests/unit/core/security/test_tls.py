@@ -1,0 +1,68 @@
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from lmcache_core.errors import ConfigError
+from lmcache_core.security import TlsFiles, client_context, no_context, server_context
+
+from tests.fixtures.tls import Authority
+
+
+def test_servers_speak_1_3_and_resume_no_session(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    context = server_context(TlsFiles(pair.cert, pair.key))._in_force
+    assert (context.minimum_version, context.num_tickets, context.verify_mode) == (ssl.TLSVersion.TLSv1_3, 0, ssl.CERT_NONE)
+    mutual = server_context(TlsFiles(pair.cert, pair.key, authority.file))._in_force
+    assert mutual.verify_mode == ssl.CERT_REQUIRED
+
+
+def test_clients_always_check_whom_they_speak_to(tmp_path: Path) -> None:
+    for context in (client_context()._in_force, client_context(TlsFiles(ca_file=Authority(tmp_path).file))._in_force, no_context()):
+        assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+    assert no_context().get_ca_certs() == []
+
+
+def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).sign("server")
+    both = tmp_path / "both.pem"
+    both.write_bytes(pair.key.read_bytes() + pair.cert.read_bytes())
+    server_context(TlsFiles(both))
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "no PEM", "another's key", "passphrase", "missing CA", "empty CA"])
+def test_what_does_not_fit_is_refused_by_name_and_without_content(tmp_path: Path, kind: str) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.sign("server"), authority.sign("other")
+    ca = authority.file
+    match kind:
+        case "missing":
+            pair.key.unlink()
+        case "empty":
+            pair.cert.write_text("")
+        case "no PEM":
+            pair.key.write_text("a secret that is no PEM")
+        case "another's key":
+            pair.key.write_bytes(other.key.read_bytes())
+        case "passphrase":
+            key = load_pem_private_key(pair.key.read_bytes(), None)
+            pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hunter2")))
+        case "missing CA":
+            ca = tmp_path / "absent"
+        case "empty CA":
+            ca = tmp_path / "nothing"
+            ca.write_text("")
+    with pytest.raises(ConfigError) as caught:
+        server_context(TlsFiles(pair.cert, pair.key, ca))
+    text = str(caught.value)
+    assert str(ca if "CA" in kind else pair.key) in text
+    assert "a secret that" not in text
+    assert kind != "passphrase" or "has a passphrase" in text
+
+
+def test_who_goes_round_it_gets_no_connection(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).sign("server")
+    context = server_context(TlsFiles(pair.cert, pair.key))
+    assert context.get_ca_certs() == []
+    assert context.verify_mode == ssl.CERT_REQUIRED
