@@ -149,6 +149,16 @@ async def test_a_refusal_names_the_place_and_repeats_nothing(text: bytes) -> Non
     assert "hunter2" not in reply.text
 
 
+async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    async with serving() as client:
+        headers = {"content-type": JSON}
+        reply = await client.put("/v1/instances/a", content=b'{"incarnation": 3.0, "kind": "sidecar", "ttl_ms": 2e3}', headers=headers)
+        assert (reply.status_code, reply.json()["ttl_ms"]) == (200, 2000)
+        for wrong in (b"3.5", b'"3"', b"1e300", b"-1.0", b"true"):
+            body = b'{"incarnation": ' + wrong + b', "kind": "sidecar"}'
+            assert (await client.put("/v1/instances/a", content=body, headers=headers)).status_code == 422
+
+
 async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
     tokens = write_tokens(tmp_path / "tokens.yaml")
     evicted = PackedEvictRequest(pack_ids(IDS[:1]), "rival")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -46,9 +46,16 @@ class Body(Generic[J, P]):
             raise HTTPException(415, f"a body here is {JSON} or {MSGPACK}: say which in Content-Type")
         data = await request.body()
         try:
-            return self._read_packed(data) if kind == MSGPACK else self._read_plain(data)
+            return self._read_packed(data) if kind == MSGPACK else self._read_json(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise RequestValidationError([_told(exc)]) from None
+
+    def _read_json(self, data: bytes) -> J:
+        """JSON knows one kind of number: 1.0 is an integer too, which is looked at only where something is wrong."""
+        try:
+            return self._read_plain(data)
+        except msgspec.ValidationError:
+            return msgspec.convert(_with_integers(msgspec.json.decode(data)), self.plain)
 
 
 def wants_packed(request: Request) -> bool:
@@ -79,6 +86,17 @@ def answered(request: Request, answer: msgspec.Struct) -> Response:
 def packed_answer(answer: msgspec.Struct) -> Response:
     """An answer as MessagePack."""
     return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
+
+
+def _with_integers(value: Any) -> Any:
+    """The same with integers in the place of floats that are whole; depth is bounded by what read it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
 
 
 def _bare(content_type: str) -> str:
