@@ -47,7 +47,7 @@ async def shards(cluster: RedisClusterServers) -> AsyncIterator[ClusterShards]:
 
 def shards_of(cluster: RedisClusterServers) -> ClusterShards:
     target = read_redis_url(cluster.url)
-    return ClusterShards(ClusterMap(target.addresses, lambda address: target.member(address, 2)), 2)
+    return ClusterShards(ClusterMap(target.addresses, target.members(2)), 2)
 
 
 async def join(index: RedisIndex, instance: str = "a", incarnation: int = 1) -> LeaseState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
@@ -11,6 +12,7 @@ from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
+from lmcache_lookup.index.redis_urls import read_redis_url
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.settings import ServiceSettings
 from pydantic import SecretStr, ValidationError
@@ -30,9 +32,13 @@ def test_the_list_of_options_is_known() -> None:
         "min_ttl_ms",
         "port",
         "redis_timeout_ms",
+        "redis_tls_ca_file",
+        "redis_tls_cert_file",
+        "redis_tls_key_file",
         "redis_url",
         "redis_write_timeout_ms",
         "sweep_interval_s",
+        "workers",
     ]
 
 
@@ -43,7 +49,14 @@ def test_a_wrong_redis_url_is_refused_without_being_shown(url: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["redis://u:hunter2@h:port", "redis-sentinel://,:1/s", "redis-sentinel://h:x/s", "redis://[::1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://u:hunter2@h:port", "rediss://u:hunter2@h:port", "redis://[::1"),
+        *("redis-sentinel://,:1/s", "redis-sentinel://h:x/s"),
+        *("redis-cluster://", "redis-cluster://u:hunter2@,b", "rediss-cluster://u:hunter2@h:99999", "redis-cluster://h:1/2"),
+    ],
+)
 def test_an_unreadable_redis_url_is_refused_without_being_shown(url: str) -> None:
     with pytest.raises((ValidationError, ConfigError)) as caught:
         create_index(LookupSettings(redis_url=SecretStr(url)))
@@ -51,10 +64,22 @@ def test_an_unreadable_redis_url_is_refused_without_being_shown(url: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://h", "rediss://u:p@h:1/2", "unix:///tmp/s", "redis-sentinel://u:p%40@a:1,b/main", "redis-sentinel://a"]
+    "url",
+    [
+        *("redis://h", "rediss://u:p@h:1/2", "unix:///tmp/s"),
+        *("redis-sentinel://u:p%40@a:1,b/main", "redis-sentinel://a", "rediss-sentinel://a"),
+        *("redis-cluster://u:p%40@a:1,b", "rediss-cluster://[::1]:7000"),
+    ],
 )
 def test_redis_urls(url: str) -> None:
     assert create_index(LookupSettings(redis_url=SecretStr(url))).name == "redis"
+
+
+def test_addresses_in_redis_urls() -> None:
+    assert read_redis_url("redis-cluster://u:p@a:1,[::1]:2,b").addresses == (("a", 1), ("::1", 2), ("b", 6379))
+    sentinels = read_redis_url("rediss-sentinel://a,b:3/main")
+    assert (sentinels.addresses, sentinels.service, sentinels.is_cluster) == ((("a", 26379), ("b", 3)), "main", False)
+    assert "hunter2" not in repr(read_redis_url("redis://:hunter2@h"))
 
 
 def test_contradicting_ttls_are_refused() -> None:
@@ -63,7 +88,9 @@ def test_contradicting_ttls_are_refused() -> None:
 
 
 def test_buckets_cover_all_ids_evenly() -> None:
-    assert {bucket_of(number.to_bytes(2, "big") + b"\0" * 14) for number in range(1 << 16)} == set(range(NUM_BUCKETS))
+    buckets = [bucket_of(number.to_bytes(2, "big") + b"\0" * 14) for number in range(1 << 16)]
+    assert buckets == sorted(buckets)
+    assert set(Counter(buckets).values()) == {(1 << 16) // NUM_BUCKETS}
 
 
 async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None:

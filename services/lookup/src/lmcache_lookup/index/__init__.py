@@ -39,15 +39,12 @@ def create_index(settings: LookupSettings) -> LookupIndex:
         from lmcache_lookup.index.embedded import EmbeddedIndex
 
         return EmbeddedIndex(max_chunks=settings.max_chunks, max_instances=settings.max_instances)
-    from lmcache_core.security.tls import TlsFiles, client_context
+    from lmcache_core.security.tls import TlsFiles
 
     from lmcache_lookup.index.guarded import GuardedIndex
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
     tls = TlsFiles(settings.redis_tls_cert_file, settings.redis_tls_key_file, settings.redis_tls_ca_file)
-    if tls.paths:
-        # Connections read the files when they are made; what would keep failing then is said now.
-        client_context(tls)
     options = RedisIndexOptions(
         read_timeout_s=settings.redis_timeout_ms / 1000,
         write_timeout_s=settings.redis_write_timeout_ms / 1000,

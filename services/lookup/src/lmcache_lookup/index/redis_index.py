@@ -80,7 +80,7 @@ class RedisIndex(LookupIndex):
         clock: Seconds, monotonic.
 
     Raises:
-        ConfigError: The URL cannot be read.
+        ConfigError: The URL or a file for TLS cannot be read.
     """
 
     name = "redis"
@@ -219,7 +219,7 @@ class RedisIndex(LookupIndex):
 def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
     if not target.is_cluster:
         return OneServer(target.node(timeout_s))
-    return ClusterShards(ClusterMap(target.addresses, lambda address: target.member(address, timeout_s)), timeout_s)
+    return ClusterShards(ClusterMap(target.addresses, target.members(timeout_s)), timeout_s)
 
 
 def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> dict[str, list[int]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError
-from lmcache_core.security.tls import TlsFiles
+from lmcache_core.security.tls import ReloadingContext, TlsFiles, client_context
+from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 
 from lmcache_lookup.index.redis_node import MAX_CONNECTIONS, RedisNode
@@ -28,6 +30,33 @@ TLS_SCHEMES: Final = ("rediss", "rediss-sentinel", "rediss-cluster")
 _CANNOT_BE_READ: Final = (
     "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for others see its documentation"
 )
+
+
+class TlsConnection(SSLConnection):
+    """A connection over TLS that looks at its files again when it is made anew; redis-py's own does so once.
+
+    Args:
+        tls: What it connects with.
+        options: Those of redis-py's connection.
+    """
+
+    def __init__(self, tls: ReloadingContext, **options: Any) -> None:
+        super().__init__(**options)
+        self.ssl_context = _Given(tls)  # type: ignore[assignment]
+
+
+class SentinelTlsConnection(TlsConnection, SentinelManagedSSLConnection):
+    """A connection over TLS to the server that sentinels name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """In the place of redis-py's maker of contexts."""
+
+    context: ReloadingContext
+
+    def get(self) -> ReloadingContext:
+        return self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +86,45 @@ class RedisTarget:
         """The one server, or the one behind the sentinels. Connects to nothing.
 
         Raises:
-            ConfigError: The URL cannot be read.
+            ConfigError: The URL or a file for TLS cannot be read.
         """
         try:
             return self._behind_sentinels(timeout_s) if self.scheme in SENTINEL_SCHEMES else self._direct(timeout_s)
+        except ConfigError:
+            raise
         except ValueError:
             raise ConfigError(_CANNOT_BE_READ) from None
 
-    def member(self, address: Address, timeout_s: float) -> RedisNode:
-        """One server of the cluster. Connects to nothing."""
-        host, port = address
-        return RedisNode(redis_asyncio.Redis(host=host, port=port, **self._credentials(), **self._tls("ssl"), **_options(timeout_s)))
+    def members(self, timeout_s: float) -> Callable[[Address], RedisNode]:
+        """Makes the servers of the cluster. Connects to nothing.
+
+        Raises:
+            ConfigError: A file for TLS cannot be read.
+        """
+        options = {**self._credentials(), **self._tls(TlsConnection), **_options(timeout_s)}
+        return lambda address: RedisNode(_client_of(address, options))
 
     def _direct(self, timeout_s: float) -> RedisNode:
-        pool = redis_asyncio.ConnectionPool.from_url(self.url, **self._tls(), **_options(timeout_s))
+        # TLS is ours to add: from the URL redis-py would make connections that never look at their files again.
+        plain = "redis" + self.url.removeprefix(self.scheme) if self.scheme in TLS_SCHEMES else self.url
+        pool = redis_asyncio.ConnectionPool.from_url(plain, **self._tls(TlsConnection), **_options(timeout_s))
         return RedisNode(redis_asyncio.Redis.from_pool(pool))
 
     def _behind_sentinels(self, timeout_s: float) -> RedisNode:
-        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-        sentinels = Sentinel(self.addresses, sentinel_kwargs={**limits, **self._tls("ssl")})  # type: ignore[no-untyped-call]
-        client: redis_asyncio.Redis = sentinels.master_for(self.service, **self._credentials(), **self._tls("ssl"), **_options(timeout_s))
+        limits = {**_options(timeout_s), "socket_timeout": timeout_s}
+        sentinels = Sentinel([])  # type: ignore[no-untyped-call]
+        sentinels.sentinels = [_client_of(address, {**self._tls(TlsConnection), **limits}) for address in self.addresses]
+        options = {**self._credentials(), **self._tls(SentinelTlsConnection), **_options(timeout_s)}
+        client: redis_asyncio.Redis = sentinels.master_for(self.service, **options)
         return RedisNode(client, sentinels.sentinels)
 
     def _credentials(self) -> dict[str, Any]:
         user, password = _credentials_of(self.url)
         return {"username": user, "password": password}
 
-    def _tls(self, switch: str | None = None) -> dict[str, Any]:
-        """Arguments for connections; `switch` is the one that turns TLS on where the URL does not."""
-        if self.scheme not in TLS_SCHEMES:
-            return {}
-        paths = {"ssl_ca_certs": self.tls.ca_file, "ssl_certfile": self.tls.cert_file, "ssl_keyfile": self.tls.key_file}
-        files = {name: None if path is None else str(path) for name, path in paths.items()}
-        return ({switch: True} if switch else {}) | {"ssl_check_hostname": True} | files
+    def _tls(self, connection_class: type[TlsConnection]) -> dict[str, Any]:
+        """Arguments for connections, where the scheme is one with TLS."""
+        return {"connection_class": connection_class, "tls": client_context(self.tls)} if self.scheme in TLS_SCHEMES else {}
 
 
 def read_redis_url(url: str, tls: TlsFiles | None = None) -> RedisTarget:
@@ -133,3 +168,8 @@ def _options(timeout_s: float) -> dict[str, Any]:
         "socket_timeout": None,
         "max_connections": MAX_CONNECTIONS,
     }
+
+
+def _client_of(address: Address, options: dict[str, Any]) -> redis_asyncio.Redis:
+    host, port = address
+    return redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(host=host, port=port, **options))
