@@ -24,24 +24,22 @@ def prompt(name: object, num_tokens: int = NUM_TOKENS) -> list[int]:
     return [dice.randrange(32_000) for _ in range(num_tokens)]
 
 
-def environ(directory: Path, **options: object) -> dict[str, str]:
+def environ(**options: object) -> dict[str, str]:
     settings = {
         "port": 0,
         "lm_port": 0,
-        "memory_gb": 0.05,
-        "disk_path": directory / "disk",
-        "disk_gb": 0.2,
+        "memory_gb": MAX_CHUNKS * CHUNK_BYTES / (1 << 30),
         "instance_id": "storage-0",
         "lmcache_compat_port": 0,
         "lmcache_compat_tenant": "acme",
     }
-    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items() if value is not None}
+    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     directory = tmp_path_factory.mktemp("storage")
-    with running_service("lmcache_storage", directory, environ(directory)) as service:
+    with running_service("lmcache_storage", directory, environ()) as service:
         yield service
 
 
@@ -90,9 +88,20 @@ def test_a_stranger_between_two_engines_harms_nobody(storage: ServiceProcess, en
     assert closed == ['lmcache_storage_compat_closed_total{reason="command"} 1.0'], "no engine was cut off"
 
 
+def test_more_than_fits_is_evicted_and_never_wrong(engines: list[LMCacheEngine]) -> None:
+    one, two = engines
+    prompts = [prompt(f"many {i}") for i in range(10)]
+    for tokens in prompts:
+        one.store(tokens)
+        one.wait_stored(tokens)
+    loaded = [two.retrieve(tokens) for tokens in prompts]
+    assert loaded[-1] == NUM_TOKENS
+    assert sum(loaded) <= MAX_CHUNKS * CHUNK_TOKENS
+
+
 def test_what_was_stored_outlives_the_storage(tmp_path: Path) -> None:
     tokens = prompt("a")
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path)) as storage:
+    with running_service("lmcache_storage", tmp_path, environ(disk_path=tmp_path / "disk", disk_gb=0.2)) as storage:
         with lmcache_engines(port_of(storage), tmp_path, "first") as [first]:
             first.store(tokens)
             first.wait_stored(tokens)
@@ -104,20 +113,3 @@ def test_what_was_stored_outlives_the_storage(tmp_path: Path) -> None:
             second.wait_stored(tokens)
             assert second.retrieve(tokens) == NUM_TOKENS
             second.close()
-
-
-def test_more_than_fits_is_evicted_and_never_wrong(tmp_path: Path) -> None:
-    settings = environ(tmp_path, memory_gb=MAX_CHUNKS * CHUNK_BYTES / (1 << 30), disk_path=None, disk_gb=None)
-    with (
-        running_service("lmcache_storage", tmp_path, settings) as storage,
-        lmcache_engines(port_of(storage), tmp_path, "engine") as [engine],
-    ):
-        prompts = [prompt(i) for i in range(10)]
-        for tokens in prompts:
-            engine.store(tokens)
-            engine.wait_stored(tokens[:CHUNK_TOKENS])
-        engine.wait_stored(prompts[-1])
-        loaded = [engine.retrieve(tokens) for tokens in prompts]
-        assert loaded[-1] == NUM_TOKENS
-        assert sum(loaded) <= MAX_CHUNKS * CHUNK_TOKENS
-        engine.close()
