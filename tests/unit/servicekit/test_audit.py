@@ -1,0 +1,126 @@
+"""The audit log of admin actions, and how much one tenant may ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from lmcache_core.security import RateLimiter
+from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS
+from lmcache_servicekit.logs import configure_logging
+from lmcache_servicekit.state import service_state
+
+from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, SampleSettings, asgi_client, create_app, write_tokens
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> FastAPI:
+    return create_app(SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml", ["acme"]), instance_id="kit-0"))
+
+
+@pytest.fixture
+def audit(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, AUDIT_LOGGER)
+    return caplog
+
+
+def lines(audit: pytest.LogCaptureFixture) -> list[dict[str, object]]:
+    return [json.loads(record.getMessage()) for record in audit.records if record.name == AUDIT_LOGGER]
+
+
+async def test_an_action_is_one_line_with_who_what_and_how_it_ended(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+    async with asgi_client(app, ADMIN_TOKEN) as client:
+        await client.post(
+            "/v1/admin/clear", json={"tenant": "x", "all_tenants": False, "chunk_hashes": ["secret"], "token_ids": [1], "password": "p"}
+        )
+    (line,) = lines(audit)
+    assert str(line.pop("time")).endswith("Z")
+    assert line == {
+        "service": "lmcache-servicekit",
+        "instance": "kit-0",
+        "who": "a-acme",
+        "tenant": "acme",
+        "role": "admin",
+        "client": "127.0.0.1",
+        "what": "POST /v1/admin/clear",
+        "details": {"tenant": "x", "all_tenants": False},
+        "status": 200,
+        "result": "done",
+    }
+
+
+@pytest.mark.parametrize(
+    ("token", "who", "status"), [(CLIENT_TOKEN, "c-acme", 403), ("nobody-0123456789abcdef", None, 401), (None, None, 401)]
+)
+async def test_what_was_refused_is_a_line_too(
+    app: FastAPI, audit: pytest.LogCaptureFixture, token: str | None, who: str | None, status: int
+) -> None:
+    async with asgi_client(app, token) as client:
+        assert (await client.post("/v1/admin/clear", json={"tenant": "x"})).status_code == status
+    (line,) = lines(audit)
+    assert (line["who"], line["status"], line["result"], line["details"]) == (who, status, "refused", {})
+
+
+async def test_what_clients_do_and_what_only_reads_is_none(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+    async with asgi_client(app, ADMIN_TOKEN) as client:
+        assert (await client.post("/v1/things", json={"text": "x"})).status_code == 200
+        assert (await client.get("/v1/things/1")).status_code == 200
+        assert (await client.get("/v1/admin/clear")).status_code == 405
+    assert lines(audit) == []
+
+
+@pytest.mark.parametrize("body", [b"", b"not JSON", b"[1, 2]", b"\xff\xfe", b"[" * 900, json.dumps({"tenant": "n" * 900}).encode()])
+async def test_no_body_keeps_the_line_from_being_written(app: FastAPI, audit: pytest.LogCaptureFixture, body: bytes) -> None:
+    async with asgi_client(app, ADMIN_TOKEN) as client:
+        assert (await client.post("/v1/admin/clear", content=body)).status_code == 200
+    (line,) = lines(audit)
+    assert line["details"] in ({}, {"tenant": "n" * MAX_AUDITED_CHARS})
+
+
+async def test_nobody_writes_lines_of_his_own_into_it(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
+    async with asgi_client(app, ADMIN_TOKEN) as client:
+        await client.post("/v1/admin/clear", json={"tenant": 'x"}\n{"who": "somebody else"'})
+    (record,) = [record for record in audit.records if record.name == AUDIT_LOGGER]
+    assert "\n" not in record.getMessage()
+    assert json.loads(record.getMessage())["details"] == {"tenant": 'x"}\n{"who": "somebody else"'}
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_it_is_written_as_it_is_whatever_the_format_and_the_level(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root, audit = logging.getLogger(), logging.getLogger(AUDIT_LOGGER)
+    before = (root.handlers[:], root.level, audit.handlers[:], audit.level, audit.propagate)
+    try:
+        configure_logging("error", log_format)
+        audit.info('{"who": "me"}')
+        logging.getLogger("lmcache_core").info("not this")
+        assert capsys.readouterr().err == '{"who": "me"}\n'
+    finally:
+        root.handlers[:], audit.handlers[:], audit.propagate = before[0], before[2], before[4]
+        root.setLevel(before[1])
+        audit.setLevel(before[3])
+
+
+async def test_a_tenant_that_asks_too_often_is_told_when_to_come_again(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.yaml", ["acme"])
+    app = create_app(SampleSettings(auth_tokens_file=tokens, rate_limit_per_tenant=3))
+    now = 50.0
+    service_state(app).limiter = RateLimiter(0.5, lambda: now)
+    async with asgi_client(app, CLIENT_TOKEN) as client:
+        assert (await client.get("/v1/things/1")).status_code == 200
+        answer = await client.get("/v1/things/1", headers={"authorization": f"Bearer {ADMIN_TOKEN}"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2"), "its tokens share what it has"
+        assert answer.json()["type"] == "urn:lmcache:problem:throttled"
+        assert (await client.get("/healthz")).status_code == (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/v1/things/1", headers={"authorization": "Bearer nobody-0123456789abcdef"})).status_code == 401
+        now += 2.0
+        assert (await client.get("/v1/things/1")).status_code == 200
+
+
+def test_the_setting_reaches_the_limiter() -> None:
+    assert service_state(create_app(SampleSettings())).limiter is None
+    limiter = service_state(create_app(SampleSettings(rate_limit_per_tenant=2))).limiter
+    assert limiter is not None
+    assert [limiter.wait_s("a") > 0 for _ in range(3)] == [False, False, True]
