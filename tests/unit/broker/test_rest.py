@@ -66,14 +66,23 @@ def assert_problem(response: httpx.Response, status: int) -> dict[str, Any]:
 
 async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
     first = await rest.put("/v1/peers/a", json=BODY)
-    assert (first.status_code, first.json()) == (200, {"ttl_ms": 15_000, "draining": False})
+    assert (first.status_code, first.json()) == (200, {"ttl_ms": 15_000, "draining": False, "copies": []})
     shown = (await rest.get("/v1/peers/a")).json()
     assert 14_000 < shown.pop("expires_in_ms") <= 15_000
-    assert shown == BODY | {"id": "a", "kind": "sidecar", "zone": "", "node": "", "load": 0.0, "draining": False, "num_pulls": 0}
+    assert shown == BODY | {
+        "id": "a",
+        "kind": "sidecar",
+        "zone": "",
+        "node": "",
+        "load": 0.0,
+        "draining": False,
+        "num_pulls": 0,
+        "drain": None,
+    }
     assert [peer["id"] for peer in (await rest.get("/v1/peers")).json()["peers"]] == ["a"]
     drained = await rest.post("/v1/peers/a:drain")
     assert (drained.status_code, drained.json()["draining"]) == (200, True)
-    assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {"ttl_ms": 60_000, "draining": True}
+    assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {"ttl_ms": 60_000, "draining": True, "copies": []}
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert_problem(await rest.get("/v1/peers/a"), 404)

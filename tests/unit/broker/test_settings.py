@@ -27,6 +27,8 @@ def test_options_and_defaults() -> None:
         "max_peers": 4096,
         "max_peers_per_tenant": 1024,
         "max_pulls_per_peer": 64,
+        "hot_chunk_pulls": 16,
+        "hot_chunk_copies": 3,
         "redis_url": None,
         "redis_timeout_ms": 200,
     }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
+from lmcache_core.security import Principal
 
 from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.peers.schemas import CopyView
 from lmcache_broker.settings import BrokerSettings
 from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.hot import HotChunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,12 @@ class BrokerParts:
     settings: BrokerSettings
     registry: PeerRegistry
     desk: TransferDesk
+    hot: HotChunks
+
+    def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
+        """What a peer is to copy to others; it is told once."""
+        orders = self.hot.orders_for(principal, peer_id, time.monotonic())
+        return [CopyView.model_validate(order) for order in orders]
 
 
 def broker_parts(request: Request) -> BrokerParts:

@@ -18,6 +18,7 @@ from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
 from lmcache_broker.settings import BrokerSettings
 from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.hot import HotChunks, HotLimits
 from lmcache_broker.transfers.service import TransferLimits, TransferService
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: Mapping[str, bytes]) 
         )
         signer = TicketSigner(ticket_keys, active=next(iter(ticket_keys)))
         transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
-        desk = TransferDesk(transfers)
+        hot = HotChunks(registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies))
+        desk = TransferDesk(transfers, hot)
         state = service_state(app)
-        state.registry.register(BrokerCollector(registry, desk, transfers.figures))
-        app.state.broker = BrokerParts(settings, registry, desk)
+        state.registry.register(BrokerCollector(registry, desk, transfers.figures, hot))
+        app.state.broker = BrokerParts(settings, registry, desk, hot)
         tasks = TaskSupervisor("broker")
         if settings.redis_url is not None:
             tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)

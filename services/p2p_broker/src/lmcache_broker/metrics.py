@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers.desk import TransferDesk
+from lmcache_broker.transfers.hot import HotChunks
 from lmcache_broker.transfers.service import TransferFigures
 
 PEERS: Final = "lmcache_broker_peers"
@@ -22,6 +23,7 @@ EXPIRED_LEASES_TOTAL: Final = "lmcache_broker_expired_leases_total"
 WAITING_REQUESTS: Final = "lmcache_broker_waiting_requests"
 QUEUED_REQUESTS_TOTAL: Final = "lmcache_broker_queued_requests_total"
 TURNED_AWAY_REQUESTS_TOTAL: Final = "lmcache_broker_turned_away_requests_total"
+ORDERED_COPIES_TOTAL: Final = "lmcache_broker_ordered_copies_total"
 IS_SHARED: Final = "lmcache_broker_is_shared"
 SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
@@ -29,10 +31,11 @@ SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 class BrokerCollector(Collector):
     """Reads the figures when Prometheus asks."""
 
-    def __init__(self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures) -> None:
+    def __init__(self, registry: PeerRegistry, desk: TransferDesk, figures: TransferFigures, hot: HotChunks) -> None:
         self._registry = registry
         self._desk = desk
         self._figures = figures
+        self._hot = hot
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the broker."""
@@ -48,5 +51,6 @@ class BrokerCollector(Collector):
         yield GaugeMetricFamily(WAITING_REQUESTS, "Requests that wait for a busy peer.", self._desk.num_waiting)
         yield CounterMetricFamily(QUEUED_REQUESTS_TOTAL, "Requests that had to wait for a busy peer.", self._desk.num_queued)
         yield CounterMetricFamily(TURNED_AWAY_REQUESTS_TOTAL, "Requests for which the queue had no room.", self._desk.num_turned_away)
+        yield CounterMetricFamily(ORDERED_COPIES_TOTAL, "Copies of hot chunks that holders were asked to make.", self._hot.num_ordered)
         yield GaugeMetricFamily(IS_SHARED, "Whether this broker knows now what the others know.", self._registry.is_shared)
         yield CounterMetricFamily(SHARING_FAILURES_TOTAL, "Calls to the shared memory that failed.", self._registry.num_failures)

@@ -38,6 +38,8 @@ class BrokerSettings(ServiceSettings):
         max_peers: Live peers, all tenants together.
         max_peers_per_tenant: Live peers of one tenant.
         max_pulls_per_peer: Pulls that one peer serves at once.
+        hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further holders; 0: never.
+        hot_chunk_copies: How many it should have then.
         redis_url: Where several brokers share leases and pulls, password included; None: this one must be the only replica.
         redis_timeout_ms: Limit on each call to it; after it this broker answers from its own memory.
     """
@@ -53,6 +55,8 @@ class BrokerSettings(ServiceSettings):
     max_peers: int = Field(default=4096, ge=1, le=65_536)
     max_peers_per_tenant: int = Field(default=1024, ge=1, le=65_536)
     max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
+    hot_chunk_pulls: int = Field(default=16, ge=0, le=1_000_000)
+    hot_chunk_copies: int = Field(default=3, ge=1, le=16)
     redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
     redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
 

@@ -34,8 +34,9 @@ from lmcache_servicekit.tier_settings import BYTES_PER_GB
 
 from lmcache_sidecar.arena import ArenaKeeper, open_arena
 from lmcache_sidecar.explainer import Explainer
-from lmcache_sidecar.handover import Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
+from lmcache_sidecar.handover import BrokerWishes, Copier, Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
 from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.load import machine_load
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.pinned import PinBoard
@@ -77,6 +78,7 @@ class _Opening:
         self._tls = client_tls(settings)
         self._lookup: LookupClient | None = None
         self._broker: BrokerClient | None = None
+        self._wishes: BrokerWishes | None = None
 
     async def open(self) -> SidecarParts:
         settings = self._settings
@@ -126,12 +128,16 @@ class _Opening:
         settings, stack, counters = self._settings, context.stack, context.counters
         holders = None if self._lookup is None else Holders(self._lookup, settings.instance_id)
         sources: list[TakerSource] = [] if tiers.remote is None else [RemoteSource(tiers.remote)]
+        peers: PeerSource | None = None
         if holders is not None and self._broker is not None:
-            sources.append(PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s, self._tls))
+            peers = PeerSource(settings.instance_id, self._broker, holders, self._token, settings.tier_timeout_s, self._tls)
+            sources.append(peers)
         listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
         handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
         drain = Drain(settings.drain_timeout_s, stack, handover, self._tasks, counters)
+        if peers is not None:
+            self._wishes = BrokerWishes(drain, Copier(chunks, peers.connect, self._tasks, settings.tier_timeout_s, counters))
         pins = PinBoard(stack, context.arena.size, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
         explainer = Explainer(tiers, holders, settings.tier_timeout_s)
@@ -234,7 +240,7 @@ class _Opening:
             zone=settings.zone,
             node=settings.node,
         )
-        parts.registration = PeerRegistration(self._broker, peer)
+        parts.registration = PeerRegistration(self._broker, peer, machine_load, listener=self._wishes)
         for part in (parts.reporter, parts.registration):
             await part.open()
             self._exits.push_async_callback(part.close)

@@ -32,6 +32,8 @@ DRAINED_CHUNKS_TOTAL: Final = "lmcache_sidecar_drained_chunks_total"
 HANDED_OVER_BYTES_TOTAL: Final = "lmcache_sidecar_handed_over_bytes_total"
 RECEIVED_CHUNKS_TOTAL: Final = "lmcache_sidecar_received_chunks_total"
 RECEIVED_BYTES_TOTAL: Final = "lmcache_sidecar_received_bytes_total"
+COPIED_CHUNKS_TOTAL: Final = "lmcache_sidecar_copied_chunks_total"
+COPIED_BYTES_TOTAL: Final = "lmcache_sidecar_copied_bytes_total"
 LABEL_OUTCOME: Final = "outcome"
 CORRUPT_CHUNKS_TOTAL: Final = "lmcache_sidecar_corrupt_chunks_total"
 REFUSED_CLIENTS_TOTAL: Final = "lmcache_sidecar_refused_clients_total"
@@ -52,8 +54,10 @@ DESCRIBED: Final = MappingProxyType(
         REFUSED_CLIENTS_TOTAL: Described("Connections of the socket that were ended for want of room or time.", LABEL_REASON),
         DRAINED_CHUNKS_TOTAL: Described("Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
-        RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended."),
-        RECEIVED_BYTES_TOTAL: Described("Bytes taken over from peers that ended."),
+        RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended, and copies of hot ones."),
+        RECEIVED_BYTES_TOTAL: Described("Bytes taken over from peers that ended, and copies of hot ones."),
+        COPIED_CHUNKS_TOTAL: Described("Hot chunks that peers were given copies of."),
+        COPIED_BYTES_TOTAL: Described("Bytes of hot chunks that peers were given copies of."),
         RECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are served again."),
         UNRECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are not.", LABEL_REASON),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),

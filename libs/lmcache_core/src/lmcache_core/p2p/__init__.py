@@ -2,14 +2,17 @@
 
 from lmcache_core.p2p.broker_client import BrokerClient
 from lmcache_core.p2p.distributed_url import DistributedUrl, distributed_url_of, is_encrypted, parse_distributed_url
-from lmcache_core.p2p.messages import Assignment, HeldBy, Lease, Peer, PeerKind, PeerStatus
-from lmcache_core.p2p.registration import PeerRegistration
+from lmcache_core.p2p.messages import Assignment, CopyOrder, DrainReport, HeldBy, Lease, Peer, PeerKind, PeerStatus
+from lmcache_core.p2p.registration import LeaseListener, PeerRegistration
 
 __all__ = [
     "BrokerClient",
     "PeerRegistration",
     "Assignment",
+    "CopyOrder",
+    "DrainReport",
     "HeldBy",
+    "LeaseListener",
     "Lease",
     "Peer",
     "PeerKind",

@@ -16,6 +16,7 @@ from lmcache_core.p2p.messages import (
     Assignment,
     ChunkHolders,
     DoneRequest,
+    DrainReport,
     HeldBy,
     Lease,
     Peer,
@@ -62,7 +63,7 @@ class BrokerClient:
         """Close the connections."""
         await self._http.close()
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False) -> Lease:
+    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten everything takes as well.
 
         Args:
@@ -70,12 +71,13 @@ class BrokerClient:
             load: 0 (idle) to 1 (full).
             ttl_ms: The lease asked for; the broker may grant another.
             draining: The peer wants no new pulls.
+            drain: How far it is on its way to its end.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
         body = AnnounceRequest(
-            peer.incarnation, peer.distributed_url, peer.kind, peer.zone, peer.node, min(max(load, 0.0), 1.0), ttl_ms, draining
+            peer.incarnation, peer.distributed_url, peer.kind, peer.zone, peer.node, min(max(load, 0.0), 1.0), ttl_ms, draining, drain
         )
         return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
 

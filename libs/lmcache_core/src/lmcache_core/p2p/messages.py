@@ -13,11 +13,13 @@ PeerKind = Literal["sidecar", "storage"]
 
 MAX_CHUNKS_PER_TRANSFER: Final = 4096
 MAX_HOLDERS_PER_CHUNK: Final = 16
+MAX_COPIES_PER_LEASE: Final = 64
 MAX_PEERS_PER_LISTING: Final = 65536
 CHUNK_ID_BYTES: Final = 16
 
 _ShortText = Annotated[str, msgspec.Meta(max_length=300)]
 _ChunkIdText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 
 
@@ -50,6 +52,34 @@ class Peer(msgspec.Struct, frozen=True):
             raise ValueError("an incarnation is not negative")
 
 
+class DrainReport(msgspec.Struct, frozen=True):
+    """How far an instance is that is about to end.
+
+    Attributes:
+        state: `serving`, `writing`, `handing_over` or `done`; a newer instance may name others.
+        total: Chunks that it holds; the sum of the others.
+        handed_over: Sent to peers or storage, and kept there.
+        already_elsewhere: Held by somebody else already.
+        failed: Nobody took them, or they could not be read.
+        left: Not dealt with so far.
+    """
+
+    state: _ShortText
+    total: _Count
+    handed_over: _Count
+    already_elsewhere: _Count
+    failed: _Count
+    left: _Count
+
+
+class CopyOrder(msgspec.Struct, frozen=True):
+    """The broker's wish that an instance gives a copy of a chunk (32 hex digits) to a peer."""
+
+    chunk_id: _ChunkIdText
+    instance: _ShortText
+    distributed_url: _ShortText
+
+
 class PeerStatus(Peer, frozen=True, kw_only=True):
     """A live peer as the broker sees it.
 
@@ -58,12 +88,14 @@ class PeerStatus(Peer, frozen=True, kw_only=True):
         draining: Gets no new pulls.
         num_pulls: Tickets to it that have not expired.
         expires_in_ms: What is left of its lease.
+        drain: How far it is on its way to its end, if it has said so.
     """
 
     load: float
     draining: bool
     num_pulls: int
     expires_in_ms: int
+    drain: DrainReport | None = None
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -72,10 +104,12 @@ class Lease(msgspec.Struct, frozen=True):
     Attributes:
         ttl_ms: The lease ends this long after the announcement, unless renewed.
         draining: The instance gets no new pulls.
+        copies: Chunks of the instance that many ask for, and who should have them too.
     """
 
     ttl_ms: _PositiveMs
     draining: bool
+    copies: Annotated[tuple[CopyOrder, ...], msgspec.Meta(max_length=MAX_COPIES_PER_LEASE)] = ()
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -101,7 +135,7 @@ class Assignment(msgspec.Struct, frozen=True):
         return f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r}, num_chunks={len(self.chunk_ids)})"
 
 
-class AnnounceRequest(msgspec.Struct, frozen=True):
+class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Body of `PUT /v1/peers/{id}`."""
 
     incarnation: int
@@ -112,6 +146,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
     load: float
     ttl_ms: int
     draining: bool
+    drain: DrainReport | None = None
 
 
 class HeldBy(NamedTuple):

@@ -6,24 +6,39 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.messages import Peer
+from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_MS: Final = 15_000
 RENEWALS_PER_LEASE: Final = 3
+DRAINING_INTERVAL_S: Final = 1.0
+"""Between two renewals of an instance that drains, so that its progress can be seen."""
 
 _MIN_PAUSE_S: Final = 0.05
 
 
 def _idle() -> float:
     return 0.0
+
+
+class LeaseListener(Protocol):
+    """Heeds what the broker wishes of an instance, and says how far that is. Called on the loop, must not block."""
+
+    def drain_wanted(self) -> None:
+        """The instance is about to end: it should begin its drain. Said once."""
+
+    def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
+        """Others should have these chunks too."""
+
+    def drain_report(self) -> DrainReport | None:
+        """How far a drain is; None before it."""
 
 
 class PeerRegistration:
@@ -37,13 +52,23 @@ class PeerRegistration:
         peer: Who is registered.
         load: Called before each renewal; 0 (idle) to 1 (full).
         ttl_ms: The lease to ask for. It is renewed three times within the lease that the broker grants.
+        listener: Heeds the broker's wishes.
     """
 
-    def __init__(self, client: BrokerClient, peer: Peer, load: Callable[[], float] = _idle, *, ttl_ms: int = DEFAULT_TTL_MS) -> None:
+    def __init__(
+        self,
+        client: BrokerClient,
+        peer: Peer,
+        load: Callable[[], float] = _idle,
+        *,
+        ttl_ms: int = DEFAULT_TTL_MS,
+        listener: LeaseListener | None = None,
+    ) -> None:
         self._client = client
         self._peer = peer
         self._load = load
         self._ttl_ms = ttl_ms
+        self._listener = listener
         self._interval_s = 0.0
         self._lease_ends = 0.0
         self._draining = False
@@ -84,7 +109,8 @@ class PeerRegistration:
     async def _beat(self) -> None:
         """Wait until a renewal is due, then renew. Waiting comes first so that a failure which we did not expect waits too."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self._interval_s - _MIN_PAUSE_S))
+            interval_s = min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
+            await asyncio.wait_for(self._wake.wait(), max(0.0, interval_s - _MIN_PAUSE_S))
         self._wake.clear()
         self._interval_s = self._interval_s or self._ttl_ms / 1000 / RENEWALS_PER_LEASE
         await self._renew()
@@ -92,14 +118,26 @@ class PeerRegistration:
     async def _renew(self) -> None:
         asked_at = time.monotonic()
         try:
-            lease = await self._client.register(self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining)
+            lease = await self._register()
         except UnavailableError as exc:
             self._note(False, str(exc))
             return
         self._lease_ends = asked_at + lease.ttl_ms / 1000
         self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
+        is_wish = lease.draining and not self._draining
         self._draining = self._draining or lease.draining
+        if self._listener is not None:
+            if is_wish:
+                self._listener.drain_wanted()
+            if lease.copies:
+                self._listener.copies_wanted(lease.copies)
         self._note(True, f"lease of {lease.ttl_ms} ms")
+
+    async def _register(self) -> Lease:
+        load, report = self._load(), None if self._listener is None else self._listener.drain_report()
+        if report is None:
+            return await self._client.register(self._peer, load=load, ttl_ms=self._ttl_ms, draining=self._draining)
+        return await self._client.register(self._peer, load=load, ttl_ms=self._ttl_ms, draining=self._draining, drain=report)
 
     def _note(self, reachable: bool, detail: str) -> None:
         """Log changes only: a broker that is away for an hour is one line."""

@@ -30,6 +30,13 @@ def render_page(peers: Iterable[PeerStatus]) -> str:
     )
 
 
+def _state(peer: PeerStatus) -> str:
+    if not peer.draining:
+        return "serving"
+    drain = peer.drain
+    return "draining" if drain is None else f"{drain.state}: {drain.total - drain.left} of {drain.total} chunks, {drain.failed} failed"
+
+
 def _row(peer: PeerStatus) -> str:
     cells = (
         peer.id,
@@ -40,6 +47,6 @@ def _row(peer: PeerStatus) -> str:
         f"{peer.load:.0%}",
         str(peer.num_pulls),
         f"{peer.expires_in_ms / 1000:.1f} s",
-        "draining" if peer.draining else "serving",
+        _state(peer),
     )
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

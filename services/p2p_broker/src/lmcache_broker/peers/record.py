@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lmcache_core.p2p import Peer, PeerStatus
+from lmcache_core.p2p import DrainReport, Peer, PeerStatus
 
 
 @dataclass(slots=True)
@@ -17,6 +17,7 @@ class PeerRecord:
         load: 0 (idle) to 1 (full).
         draining: It gets no new pulls.
         lease_ends_s: Until when it lives.
+        drain: How far it is on its way to its end.
     """
 
     peer: Peer
@@ -24,6 +25,7 @@ class PeerRecord:
     load: float
     draining: bool
     lease_ends_s: float
+    drain: DrainReport | None = None
     _pulls: dict[str, float] = field(default_factory=dict)
     _shared_pulls: tuple[int, float] = (0, 0.0)
     _num_anonymous: int = 0
@@ -78,4 +80,5 @@ class PeerRecord:
             draining=self.draining,
             num_pulls=self.num_pulls(now_s),
             expires_in_ms=max(0, round((self.lease_ends_s - now_s) * 1000)),
+            drain=self.drain,
         )

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import Peer
+from lmcache_core.p2p import DrainReport, Peer
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -126,15 +127,26 @@ def _field(owner: str, peer_id: str) -> str:
 
 def _packed(shared: SharedPeer) -> str:
     peer = shared.peer
-    return json.dumps([peer.distributed_url, peer.kind, peer.zone, peer.node, shared.load])
+    return json.dumps(
+        [
+            peer.distributed_url,
+            peer.kind,
+            peer.zone,
+            peer.node,
+            shared.load,
+            None if shared.drain is None else msgspec.structs.astuple(shared.drain),
+        ]
+    )
 
 
 def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     owner, _, peer_id = field.partition("/")
-    url, kind, zone, node, load = json.loads(raw[_HEAD_CHARS:])
+    url, kind, zone, node, load, drain = json.loads(raw[_HEAD_CHARS:])
     ttl_ms = max(0, int(raw[22:_HEAD_CHARS]) - now_ms)
     peer = Peer(peer_id, int(raw[:20]), url, kind, zone, node)
-    return SharedPeer(owner, peer, load, raw[20] == "1", ttl_ms, num_pulls, is_gone=raw[21] == "1")
+    return SharedPeer(
+        owner, peer, load, raw[20] == "1", ttl_ms, num_pulls, is_gone=raw[21] == "1", drain=None if drain is None else DrainReport(*drain)
+    )
 
 
 def _options(timeout_s: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import Lease, Peer, PeerStatus
+from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
@@ -52,13 +52,15 @@ class PeerRegistry:
         """Whether the last call to the shared memory succeeded."""
         return self._is_shared and self._shared is not None
 
-    async def announce(self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool) -> Lease:
+    async def announce(
+        self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool, drain: DrainReport | None = None
+    ) -> Lease:
         """Register a peer or renew its lease (see `PeerDirectory.announce`)."""
         await self.refresh()
-        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining)
+        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining, drain=drain)
         if self._shared is None:
             return lease
-        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms)
+        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms, drain=drain)
         try:
             (state,) = await self._shared.announce([told])
         except UnavailableError as exc:

@@ -19,8 +19,10 @@ page_router = APIRouter(include_in_schema=False)
 async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPrincipal, parts: Parts) -> LeaseView:
     """A client's peer serves its own tenant, an admin's serves all of them."""
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
-    lease = await parts.registry.announce(principal, body.to_peer(peer_id), load=body.load, ttl_ms=ttl_ms, draining=body.draining)
-    return LeaseView.model_validate(lease)
+    drain = None if body.drain is None else body.drain.to_report()
+    peer = body.to_peer(peer_id)
+    lease = await parts.registry.announce(principal, peer, load=body.load, ttl_ms=ttl_ms, draining=body.draining, drain=drain)
+    return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=parts.copies_for(principal, peer_id))
 
 
 @router.get("/peers", summary="List the live peers")

@@ -5,18 +5,36 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Path
-from lmcache_core.p2p import Peer, PeerKind, parse_distributed_url
+from lmcache_core.p2p import DrainReport, Peer, PeerKind, parse_distributed_url
 from lmcache_core.security.names import INSTANCE_PATTERN
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 InstanceId = Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
 PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
+ChunkCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 TopologyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{0,253}$")]
 
 
 def _check_distributed_url(url: str) -> str:
     parse_distributed_url(url)
     return url
+
+
+class DrainBody(BaseModel):
+    """How far a peer is on its way to its end; `total` is the sum of the other numbers."""
+
+    model_config = ConfigDict(strict=True, from_attributes=True)
+
+    state: Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,32}$")]
+    total: ChunkCount
+    handed_over: ChunkCount
+    already_elsewhere: ChunkCount
+    failed: ChunkCount
+    left: ChunkCount
+
+    def to_report(self) -> DrainReport:
+        """The domain's view of it."""
+        return DrainReport(**self.model_dump())
 
 
 class AnnounceBody(BaseModel):
@@ -32,6 +50,7 @@ class AnnounceBody(BaseModel):
     load: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False, description="0 is idle, 1 is full.")
     ttl_ms: int | None = Field(None, ge=100, lt=1 << 53, description="The lease asked for; the broker may grant less.")
     draining: bool = Field(False, description="The peer wants no new pulls in this incarnation.")
+    drain: DrainBody | None = Field(None, description="How far the peer is on its way to its end.")
 
     def to_peer(self, peer_id: str) -> Peer:
         """The domain's view of it."""
@@ -45,6 +64,16 @@ class AnnounceBody(BaseModel):
         )
 
 
+class CopyView(BaseModel):
+    """A chunk that another peer should have too."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    chunk_id: str
+    instance: str
+    distributed_url: str
+
+
 class LeaseView(BaseModel):
     """The lease that was granted."""
 
@@ -52,6 +81,7 @@ class LeaseView(BaseModel):
 
     ttl_ms: int
     draining: bool
+    copies: list[CopyView] = Field(description="Chunks of the peer that many ask for, and who should have them too.")
 
 
 class PeerView(BaseModel):
@@ -69,6 +99,7 @@ class PeerView(BaseModel):
     draining: bool
     num_pulls: int = Field(description="Tickets to it that have not expired.")
     expires_in_ms: int = Field(description="What is left of its lease.")
+    drain: DrainBody | None = Field(description="How far it is on its way to its end, if it has said so.")
 
 
 class PeersView(BaseModel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import CapacityError
-from lmcache_core.p2p import Lease, Peer, PeerStatus
+from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError, NotFoundError
 
@@ -65,7 +65,9 @@ class PeerDirectory:
         self._records: dict[tuple[str, str], PeerRecord] = {}
         self._num_expired = 0
 
-    def announce(self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool) -> Lease:
+    def announce(
+        self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool, drain: DrainReport | None = None
+    ) -> Lease:
         """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for it.
 
         Raises:
@@ -87,6 +89,7 @@ class PeerDirectory:
             record = known
             record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
             record.draining = record.draining or draining
+        record.drain = drain
         return Lease(ttl_ms, record.draining)
 
     def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
@@ -151,7 +154,7 @@ class PeerDirectory:
             if known is None or shared.peer.incarnation > known.peer.incarnation:
                 known = self._records[key] = PeerRecord(shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s)
             known.peer, known.load, known.lease_ends_s = shared.peer, shared.load, max(known.lease_ends_s, lease_ends_s)
-            known.draining = known.draining or shared.draining
+            known.draining, known.drain = known.draining or shared.draining, shared.drain
             known.share_pulls(shared.num_pulls, pulls_until_s)
 
     def told(self) -> list[SharedPeer]:
@@ -159,7 +162,14 @@ class PeerDirectory:
         now_s = self._clock()
         self._forget_expired(now_s)
         return [
-            SharedPeer(record.owner, record.peer, record.load, record.draining, max(1, round((record.lease_ends_s - now_s) * 1000)))
+            SharedPeer(
+                record.owner,
+                record.peer,
+                record.load,
+                record.draining,
+                max(1, round((record.lease_ends_s - now_s) * 1000)),
+                drain=record.drain,
+            )
             for record in self._records.values()
         ]
 

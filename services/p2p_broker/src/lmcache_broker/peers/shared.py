@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.p2p import Peer
+from lmcache_core.p2p import DrainReport, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class SharedPeer:
         ttl_ms: What is left of its lease; 0 when it has run out.
         num_pulls: Pulls that all brokers together have granted and that are not over.
         is_gone: It said goodbye.
+        drain: How far it is on its way to its end.
     """
 
     owner: str
@@ -30,6 +31,7 @@ class SharedPeer:
     ttl_ms: int
     num_pulls: int = 0
     is_gone: bool = False
+    drain: DrainReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import Principal
 
 from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.transfers.hot import HotChunks
 from lmcache_broker.transfers.service import TransferPlan, TransferService
 
 MAX_WAITING: Final = 1024
@@ -42,14 +43,16 @@ class TransferDesk:
 
     Args:
         service: Grants pulls.
+        hot: Hears of them.
 
     Attributes:
         num_queued: Requests that had to wait, since the start.
         num_turned_away: Requests that would have waited, but the queue, or their tenant's share of it, was full.
     """
 
-    def __init__(self, service: TransferService) -> None:
+    def __init__(self, service: TransferService, hot: HotChunks | None = None) -> None:
         self._service = service
+        self._hot = hot
         self._waiting: list[_Waiter] = []
         self._numbers = itertools.count()
         self._freed = asyncio.Event()
@@ -87,6 +90,8 @@ class TransferDesk:
         if plan.busy and not plan.assignments and wait_ms > 0:
             plan = await self._wait(principal, requester, wanted, plan, wait_ms)
         self._service.count(plan)
+        if self._hot is not None:
+            self._hot.note(principal, requester, wanted, plan, self._service.clocks.monotonic())
         return plan
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:

@@ -84,10 +84,18 @@ class PeerSource:
     def _stays(self, holder: Holder) -> bool:
         return holder.kind == STORAGE_KIND or holder.instance in self._live
 
+    def connect(self, distributed_url: str) -> LmClient:
+        """A new client of a peer, for the caller to close.
+
+        Raises:
+            ValueError: Not a distributed URL.
+        """
+        return peer_client(distributed_url, self._token, self._options)
+
     def _client(self, peer: PeerStatus) -> LmClient:
         client = self._clients.get(peer.distributed_url)
         if client is None:
-            client = self._clients[peer.distributed_url] = peer_client(peer.distributed_url, self._token, self._options)
+            client = self._clients[peer.distributed_url] = self.connect(peer.distributed_url)
         return client
 
 

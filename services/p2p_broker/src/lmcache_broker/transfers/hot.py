@@ -1,0 +1,121 @@
+"""Chunks that many ask for get further holders: a holder is told, with its next heartbeat, to give a copy to a peer that has none."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lmcache_core.p2p import CopyOrder, PeerStatus
+from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
+from lmcache_core.security import Principal
+
+from lmcache_broker.peers.service import PeerDirectory
+from lmcache_broker.transfers.choice import WantedFrom
+from lmcache_broker.transfers.service import TransferPlan
+
+MAX_COUNTED_CHUNKS: Final = 65_536
+MAX_ORDERS: Final = 4096
+WINDOW_S: Final = 60.0
+ORDER_TTL_S: Final = 60.0
+"""A holder that has not come by then is not told any more; the same chunk may be ordered again."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotLimits:
+    """What is hot.
+
+    Attributes:
+        num_pulls: Pulls of a chunk within a minute that make it hot; 0: nothing is.
+        num_copies: Holders that a hot chunk should have.
+    """
+
+    num_pulls: int
+    num_copies: int
+
+
+@dataclass(slots=True)
+class _Heat:
+    began_s: float
+    num_pulls: int = 0
+    ordered_s: float = float("-inf")
+
+
+class HotChunks:
+    """Counts pulls and writes orders. Each broker does so for the requests that come to it.
+
+    Args:
+        directory: Who is alive.
+        limits: What is hot.
+
+    Attributes:
+        num_ordered: Copies ordered since the start.
+    """
+
+    def __init__(self, directory: PeerDirectory, limits: HotLimits) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._heat: OrderedDict[tuple[str, str], _Heat] = OrderedDict()
+        self._orders: OrderedDict[tuple[str, str, str], tuple[float, CopyOrder]] = OrderedDict()
+        self.num_ordered = 0
+
+    def note(self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, now_s: float) -> None:
+        """Count the pulls of a plan, and order copies of what has become hot.
+
+        Args:
+            principal: Who asked.
+            requester: The instance that will pull; it will have the chunks anyway.
+            wanted: Who holds each chunk.
+            plan: Who serves it.
+            now_s: Monotonic seconds.
+        """
+        if not self._limits.num_pulls:
+            return
+        peers: list[PeerStatus] | None = None
+        for pull in plan.assignments:
+            for chunk_id in pull.chunk_ids:
+                if not self._is_hot(principal.tenant, chunk_id, now_s):
+                    continue
+                if peers is None:
+                    peers = [peer for peer in self._directory.visible(principal) if peer.kind == "sidecar" and not peer.draining]
+                self._order(principal, chunk_id, pull.instance, {*wanted[chunk_id].holders, requester}, peers, now_s)
+
+    def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
+        """What that peer is to copy; it is told once."""
+        mine = [key for key in self._orders if key[:2] == (principal.tenant, peer_id)][:MAX_COPIES_PER_LEASE]
+        told = [self._orders.pop(key) for key in mine]
+        return [order for until_s, order in told if now_s < until_s]
+
+    def _is_hot(self, tenant: str, chunk_id: str, now_s: float) -> bool:
+        key = (tenant, chunk_id)
+        heat = self._heat.setdefault(key, _Heat(now_s))
+        self._heat.move_to_end(key)
+        if len(self._heat) > MAX_COUNTED_CHUNKS:
+            self._heat.popitem(last=False)
+        if now_s - heat.began_s > WINDOW_S:
+            heat.began_s, heat.num_pulls = now_s, 0
+        heat.num_pulls += 1
+        if heat.num_pulls < self._limits.num_pulls or now_s - heat.ordered_s < ORDER_TTL_S:
+            return False
+        heat.ordered_s = now_s
+        return True
+
+    def _order(
+        self, principal: Principal, chunk_id: str, server: str, holders: set[str], peers: Sequence[PeerStatus], now_s: float
+    ) -> None:
+        having = [peer for peer in peers if peer.id in holders]
+        missing = self._limits.num_copies - len(having)
+        zones, nodes = {peer.zone for peer in having}, {peer.node for peer in having}
+
+        def merit(peer: PeerStatus) -> tuple[bool, bool, float, int, str]:
+            """Where no copy is yet, then who has the least to do."""
+            return (peer.zone in zones, peer.node in nodes, peer.load, peer.num_pulls, peer.id)
+
+        takers = sorted((peer for peer in peers if peer.id not in holders), key=merit)[: max(0, missing)]
+        for taker in takers:
+            order = CopyOrder(chunk_id, taker.id, taker.distributed_url)
+            self._orders[principal.tenant, server, f"{chunk_id}/{taker.id}"] = (now_s + ORDER_TTL_S, order)
+            self.num_ordered += 1
+            if len(self._orders) > MAX_ORDERS:
+                self._orders.popitem(last=False)
