@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
 from redis.exceptions import ConnectionError as LostConnectionError
@@ -125,7 +126,7 @@ class RedisNode:
             answers: list[Any] = []
             connection = await pool.get_connection()  # type: ignore[no-untyped-call]
             try:
-                await connection.send_packed_command(connection.pack_commands(requests), check_health=False)
+                await connection.send_packed_command(_packed(requests), check_health=False)
                 while len(answers) < len(requests):
                     answers.append(await _answer_of(connection))
                 return answers
@@ -150,6 +151,11 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T:
             return await work
     except CLIENT_ERRORS as exc:
         raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
+
+
+def _packed(requests: Sequence[tuple[Argument, ...]]) -> bytes:
+    """Redis-py's own packing takes a third of a lookup's time. The library's types know tuples of one word alone."""
+    return b"".join([hiredis.pack_command(words) for words in requests])  # type: ignore[arg-type]
 
 
 async def _answer_of(connection: Any) -> Any:
