@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
+from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
@@ -132,6 +132,16 @@ async def test_one_slow_answer_does_not_open_the_breaker() -> None:
         await guarded.clear("t")
         away.here = False
     assert away.num_calls == 6
+
+
+async def test_a_claim_of_another_replica_does_not_open_the_breaker() -> None:
+    index = AwayIndex()
+    guarded = GuardedIndex(index)
+    index.here = index.is_claimed = True
+    for _ in range(2 * FAILURES_BEFORE_PAUSE):
+        with pytest.raises(ClaimedElsewhereError):
+            await guarded.apply("t", EventBatch("a", 1, 0, []))
+    assert await guarded.holders("t", [b"x"]) == [[]]
 
 
 def test_the_breaker_guards_every_method() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lmcache_lookup.index.base import (
+    ClaimedElsewhereError,
     EventBatch,
     IndexEvent,
     IndexStats,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LookupIndex",
+    "ClaimedElsewhereError",
     "LeaseClaim",
     "LeaseState",
     "IndexEvent",

@@ -14,9 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder, InstanceKind
 
 MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
+
+
+class ClaimedElsewhereError(UnavailableError):
+    """Another replica is taking events of this instance, or was until it failed. The index is there: trying again in a moment helps."""
 
 
 @dataclass(frozen=True, slots=True)

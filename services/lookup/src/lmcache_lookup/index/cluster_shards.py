@@ -9,11 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lmcache_core.errors import UnavailableError
 from redis.exceptions import AskError, MovedError, ResponseError, TryAgainError
 
 from lmcache_lookup.index import cluster_scripts as scripts
-from lmcache_lookup.index.base import IndexEvent, LeaseState
+from lmcache_lookup.index.base import ClaimedElsewhereError, IndexEvent, LeaseState
 from lmcache_lookup.index.cluster_map import ClusterMap, slot_of
 from lmcache_lookup.index.packing import LEASES_KEY, TENANTS_KEY, VERSION_KEY, bucket_key, bucket_of, pack_life, pack_number
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call
@@ -81,7 +80,7 @@ class ClusterShards(RedisShards):
         argv = [*beside, batch.first_sequence, len(batch.events), claim, self._hold_ms, MAX_CLOCK_SKEW_MS, *taking.tenants]
         next_sequence, resync, number, ends_ms = await self.run(scripts.CLAIM, [LEASES_KEY, TENANTS_KEY], argv)
         if number < 0:
-            raise UnavailableError("redis: events of this instance are being taken by another replica, or were until it failed; try again")
+            raise ClaimedElsewhereError("events of this instance are being taken by another replica, or were until it failed; try again")
         if resync or not number:
             return LeaseState(next_sequence, bool(resync))
         try:
@@ -93,7 +92,7 @@ class ClusterShards(RedisShards):
         settle: list[Argument] = [*beside, claim, batch.first_sequence + len(batch.events)]
         next_sequence, resync, settled = await self.run(scripts.SETTLE, [LEASES_KEY], settle)
         if not settled:
-            raise UnavailableError("redis: another replica has taken over this instance's events; try again")
+            raise ClaimedElsewhereError("another replica has taken over this instance's events; try again")
         return LeaseState(next_sequence, bool(resync))
 
     async def masters_seen(self) -> MastersSeen:

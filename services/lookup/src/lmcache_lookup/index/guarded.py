@@ -10,7 +10,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_core.wire.backoff import Backoff
 
-from lmcache_lookup.index.base import EventBatch, IndexStats, InstanceStatus, LeaseClaim, LeaseState, LookupIndex
+from lmcache_lookup.index.base import ClaimedElsewhereError, EventBatch, IndexStats, InstanceStatus, LeaseClaim, LeaseState, LookupIndex
 
 FAILURES_BEFORE_PAUSE: Final = 3
 FIRST_PAUSE_S: Final = 0.1
@@ -103,11 +103,17 @@ class GuardedIndex(LookupIndex):
     async def _watch(self, call: Awaitable[T]) -> T:
         try:
             result = await call
+        except ClaimedElsewhereError:
+            self._went_well()
+            raise
         except UnavailableError:
             self._num_failures += 1
             if self._num_failures >= FAILURES_BEFORE_PAUSE:
                 self._backoff.failed()
             raise
+        self._went_well()
+        return result
+
+    def _went_well(self) -> None:
         self._num_failures = 0
         self._backoff.succeeded()
-        return result

@@ -76,7 +76,7 @@ class RedisShards(abc.ABC):
         """See `LookupIndex.apply`.
 
         Raises:
-            UnavailableError: Another replica is taking events of this instance.
+            ClaimedElsewhereError: Another replica is taking events of this instance.
         """
 
     @abc.abstractmethod
