@@ -39,6 +39,7 @@ def test_arbitrary_bytes_are_refused_or_a_request_within_its_bounds(name: str, d
 @given(dialects, commands, keys, lengths, abouts)
 @example("v0.2", PUT, b"k", (1 << 31) - 1, (0,) * 6)
 @example("v0.3+", PUT, b" \xc3", 1, (0,) * 6)
+@example("v0.2", GET, b"\0\0\0\0key", 0, (0,) * 6)
 def test_any_header_reads_as_what_was_written_or_is_refused(
     name: str, command: int, key: bytes, num_bytes: int, about: tuple[int, ...]
 ) -> None:
@@ -67,11 +68,13 @@ def _is_wrong(command: int, key: bytes, num_bytes: int) -> bool:
         return True
     if command == PUT and not 0 < num_bytes <= MAX_VALUE_BYTES:
         return True
+    if command == HEALTH:
+        return False
     try:
-        text = key.decode()
+        text = key.decode().strip(" ")
     except UnicodeDecodeError:
-        return command != HEALTH
-    return command != HEALTH and not text.strip(" ")
+        return True
+    return not text or not text.isprintable()
 
 
 steps = st.one_of(

@@ -56,3 +56,14 @@ def test_the_other_tests_speak_as_real_clients(dialect: str) -> None:
     put, get = (bytes.fromhex(EXCHANGES[dialect][at][0]) for at in (2, 4))
     assert request_bytes(dialect, PUT, KEYS[dialect], len(VALUE), (1, 3, 2, 2, 4, 2)) + VALUE == put
     assert request_bytes(dialect, GET, KEYS[dialect]) == get
+
+
+@pytest.mark.parametrize(("spoken", "dialect"), [("v0.2", "v0.3+"), ("v0.3+", "v0.2")])
+@pytest.mark.parametrize("first", range(5))
+async def test_a_client_of_another_dialect_is_cut_off_before_it_can_be_misunderstood(spoken: str, dialect: str, first: int) -> None:
+    async with listening(dialect, transfer_timeout_s=0.1) as listener:
+        for request, _ in EXCHANGES[spoken][first:] + EXCHANGES[spoken][:first]:
+            async with connected(listener.server.port) as raw:
+                await raw.send(bytes.fromhex(request))
+                assert await raw.reader.read() == b"", "no answer that it could take for one"
+        assert not listener.store.chunks

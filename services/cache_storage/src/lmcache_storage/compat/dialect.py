@@ -121,4 +121,6 @@ def _key(padded: bytes) -> str:
         raise RefusedError(CloseReason.KEY, "the key is not UTF-8") from None
     if not key:
         raise RefusedError(CloseReason.KEY, "the key is empty")
+    if not key.isprintable():
+        raise RefusedError(CloseReason.KEY, "the key holds what no key holds; set lmcache_compat_dialect to the one of this client")
     return key
