@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.security import TicketSigner
+from lmcache_core.security import TicketKeys, TicketSigner
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
@@ -24,7 +24,7 @@ from lmcache_broker.transfers.service import TransferLimits, TransferService
 logger = logging.getLogger(__name__)
 
 
-def create_lifespan(settings: BrokerSettings, ticket_keys: Mapping[str, bytes]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """The lifespan of a broker that signs with the first of `ticket_keys`."""
 
     @asynccontextmanager
@@ -34,7 +34,7 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: Mapping[str, bytes]) 
         registry = PeerRegistry(
             PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)), _shared(settings)
         )
-        signer = TicketSigner(ticket_keys, active=next(iter(ticket_keys)))
+        signer = TicketSigner(ticket_keys)
         transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
         hot = HotChunks(registry.directory, HotLimits(settings.hot_chunk_pulls, settings.hot_chunk_copies))
         desk = TransferDesk(transfers, hot)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Final, Self
 from urllib.parse import urlsplit
 
-from lmcache_core.security import parse_ticket_keys, read_ticket_keys
+from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys
 from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -84,7 +84,7 @@ class BrokerSettings(ServiceSettings):
         return self
 
 
-def load_ticket_keys(settings: BrokerSettings) -> dict[str, bytes]:
+def load_ticket_keys(settings: BrokerSettings) -> TicketKeys:
     """The keys that tickets are signed with, the signing one first. Reads the key file.
 
     Raises:
@@ -93,7 +93,7 @@ def load_ticket_keys(settings: BrokerSettings) -> dict[str, bytes]:
     if settings.ticket_keys is not None:
         return _parse(settings.ticket_keys)
     if settings.ticket_keys_file is not None:
-        return read_ticket_keys(settings.ticket_keys_file)
+        return TicketKeyFile(settings.ticket_keys_file)
     return {_EPHEMERAL_KEY_ID: secrets.token_bytes(32)}
 
 

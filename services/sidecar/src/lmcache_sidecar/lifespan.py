@@ -16,7 +16,7 @@ from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, distributed_url_of
-from lmcache_core.security import Principal, TicketVerifier, read_ticket_keys
+from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.disk import LocalDiskBackend
@@ -205,7 +205,7 @@ class _Opening:
         verifier = None
         authenticate: Authenticate = self._state.tokens.authenticate
         if settings.ticket_keys_file is not None:
-            verifier = TicketVerifier(read_ticket_keys(settings.ticket_keys_file), settings.instance_id).verify
+            verifier = TicketVerifier(TicketKeyFile(settings.ticket_keys_file), settings.instance_id).verify
             if settings.auth_tokens_file is None:
                 authenticate = _refuse_without_ticket
         store = LocalStore(parts.stack, accepts_puts=parts.takes_handovers)

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import AuthenticationError, ConfigError
-from lmcache_core.security import Ticket, TicketSigner, TicketVerifier, parse_ticket_keys, read_ticket_keys
+from lmcache_core.security import Ticket, TicketKeyFile, TicketSigner, TicketVerifier, parse_ticket_keys, read_ticket_keys
+from lmcache_core.security.watched_files import WatchedFiles
 
 KEYS = {"k1": b"1" * 32, "k2": b"2" * 32}
 NOW = 1_700_000_000_000
 SECRET = base64.b64encode(b"s" * 32).decode()
+KEY_TEXTS = {key_id: base64.b64encode(secret).decode() for key_id, secret in KEYS.items()}
 
 
 def clock_at(now_ms: int) -> Callable[[], int]:
@@ -171,3 +173,37 @@ def test_key_file(tmp_path: Path) -> None:
         read_ticket_keys(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_ticket_keys(tmp_path / "absent")
+
+
+def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The order of things that operators are told: the new key everywhere, then in front at the broker, then the old one away."""
+    clock = [0.0]
+    files = {name: tmp_path / name for name in ("broker", "peer")}
+    for path in files.values():
+        path.write_text(f"k1:{KEY_TEXTS['k1']}\n")
+    keys = {name: TicketKeyFile(path) for name, path in files.items()}
+    for name, path in files.items():
+        keys[name]._watch = WatchedFiles([path], 1.0, lambda: clock[0])
+    signer, verifier = TicketSigner(keys["broker"]), TicketVerifier(keys["peer"], "peer-a", clock_at(NOW))
+
+    def signed() -> str:
+        clock[0] += 1.0
+        return signer.sign(instance="peer-a", requester="peer-b", tenant="acme", expires_unix_ms=NOW + 1000)
+
+    old = signed()
+    assert verifier.verify(old).key_id == "k1"
+    files["peer"].write_text(f"k1:{KEY_TEXTS['k1']}\nk2:{KEY_TEXTS['k2']}\n")
+    assert verifier.verify(signed()).key_id == "k1"
+    files["broker"].write_text(f"k2:{KEY_TEXTS['k2']}\nk1:{KEY_TEXTS['k1']}\n")
+    assert verifier.verify(signed()).key_id == "k2"
+    assert verifier.verify(old).key_id == "k1"
+    files["peer"].write_text(f"k2:{KEY_TEXTS['k2']}\n")
+    assert verifier.verify(signed()).key_id == "k2"
+    with pytest.raises(AuthenticationError, match="key is unknown"):
+        verifier.verify(old)
+    files["peer"].write_text("k2:short")
+    for _ in range(3):
+        assert verifier.verify(signed()).key_id == "k2"
+    assert caplog.text.count("the keys read before stay in force") == 1
+    assert "short" not in caplog.text
+    assert KEY_TEXTS["k2"] not in caplog.text + repr(keys)

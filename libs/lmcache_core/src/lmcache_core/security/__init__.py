@@ -2,7 +2,7 @@
 
 from lmcache_core.security.names import validate_instance_id, validate_tenant
 from lmcache_core.security.rate_limit import RateLimiter
-from lmcache_core.security.ticket_keys import parse_ticket_keys, read_ticket_keys
+from lmcache_core.security.ticket_keys import TicketKeyFile, TicketKeys, parse_ticket_keys, read_ticket_keys
 from lmcache_core.security.tickets import Ticket, TicketSigner, TicketVerifier, unix_ms
 from lmcache_core.security.tls import ClientTls, TlsFiles, client_context, no_context, server_context
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
@@ -18,6 +18,8 @@ __all__ = [
     "TokenFile",
     "TokenTable",
     "Ticket",
+    "TicketKeyFile",
+    "TicketKeys",
     "TicketSigner",
     "TicketVerifier",
     "client_context",

@@ -1,18 +1,22 @@
 """The keys that broker and peers share, as people write them: `id:base64`, the first one signs.
 
-To rotate: append the new key everywhere, then move it to the front at the broker, then drop the old one everywhere.
+To rotate: append the new key everywhere, then move it to the front at the broker, then drop the old one everywhere. No restart is needed.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.security.watched_files import WatchedFiles
+
+logger = logging.getLogger(__name__)
 
 MAX_TICKET_KEYS: Final = 16
 MIN_SECRET_BYTES: Final = 16
@@ -20,6 +24,45 @@ MAX_SECRET_BYTES: Final = 256
 MAX_KEY_FILE_BYTES: Final = 16 * 1024
 
 _KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+class TicketKeyFile:
+    """The keys of a file, read again when it changes. A file that goes bad leaves the last good keys in force, and is reported once.
+
+    Args:
+        path: See `read_ticket_keys`.
+
+    Raises:
+        ConfigError: It cannot be read or an entry is wrong. Shows no secret.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._watch = WatchedFiles([path])
+        self._keys = read_ticket_keys(path)
+
+    def current(self) -> Mapping[str, bytes]:
+        """Key id to secret as the file has them now, the one that signs first; looks at the file now and then."""
+        if self._watch.have_changed():
+            try:
+                self._keys = read_ticket_keys(self._path)
+            except ConfigError as exc:
+                logger.warning("%s; the keys read before stay in force", exc)
+            else:
+                logger.info("ticket keys have been replaced: %s signs, %d are accepted", next(iter(self._keys)), len(self._keys))
+        return self._keys
+
+    def __repr__(self) -> str:
+        return f"TicketKeyFile({str(self._path)!r})"
+
+
+TicketKeys = Mapping[str, bytes] | TicketKeyFile
+"""Key id to secret, 16 to 256 bytes each, the one that signs first: keys that stay, or those of a file."""
+
+
+def current_keys(keys: TicketKeys) -> Mapping[str, bytes]:
+    """The keys that count now."""
+    return keys.current() if isinstance(keys, TicketKeyFile) else keys
 
 
 def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> dict[str, bytes]:

@@ -19,7 +19,7 @@ import msgspec
 
 from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security.names import validate_instance_id, validate_tenant
-from lmcache_core.security.ticket_keys import MAX_TICKET_KEYS, check_key
+from lmcache_core.security.ticket_keys import MAX_TICKET_KEYS, TicketKeys, check_key, current_keys
 
 MAX_TICKET_CHARS: Final = 4096
 DEFAULT_SKEW_MS: Final = 2_000
@@ -58,19 +58,19 @@ class TicketSigner:
     """Signs tickets with one of the shared keys.
 
     Args:
-        keys: Key id to secret, 16 to 256 bytes each.
-        active: The id of the key that signs.
+        keys: See `TicketKeys`.
+        active: The id of the key that signs; None: the first.
 
     Raises:
         ConfigError: A key is out of bounds or `active` is not among them.
     """
 
-    def __init__(self, keys: Mapping[str, bytes], active: str) -> None:
-        _check_keys(keys)
-        if active not in keys:
+    def __init__(self, keys: TicketKeys, active: str | None = None) -> None:
+        now = current_keys(keys)
+        _check_keys(now)
+        if active is not None and active not in now:
             raise ConfigError(f"ticket keys: the active key {active!r} is not among them; add it")
-        self._active = active
-        self._secret = keys[active]
+        self._keys = keys if active is None else {active: now[active]}
 
     def sign(self, *, instance: str, requester: str, tenant: str, expires_unix_ms: int) -> str:
         """Make a ticket's text, at most 4096 characters.
@@ -80,11 +80,10 @@ class TicketSigner:
         """
         if expires_unix_ms <= 0:
             raise ValueError("a ticket expires at a positive Unix time")
-        ticket = Ticket(
-            self._active, validate_instance_id(instance), validate_instance_id(requester), validate_tenant(tenant), expires_unix_ms
-        )
+        active, secret = next(iter(current_keys(self._keys).items()))
+        ticket = Ticket(active, validate_instance_id(instance), validate_instance_id(requester), validate_tenant(tenant), expires_unix_ms)
         payload = base64.urlsafe_b64encode(msgspec.msgpack.encode(ticket)).rstrip(b"=")
-        text = f"{_VERSION}.{payload.decode()}.{_code(self._secret, payload)}"
+        text = f"{_VERSION}.{payload.decode()}.{_code(secret, payload)}"
         assert len(text) <= MAX_TICKET_CHARS
         return text
 
@@ -93,7 +92,7 @@ class TicketVerifier:
     """Checks tickets that were handed to one instance.
 
     Args:
-        keys: Key id to secret; several while keys rotate.
+        keys: See `TicketKeys`; several while keys rotate.
         instance_id: The instance that checks; a ticket for another one is refused.
         clock: Unix time in milliseconds.
         skew_ms: How long after its expiry a ticket is still taken, for clocks that differ.
@@ -102,11 +101,9 @@ class TicketVerifier:
         ConfigError: A key is out of bounds.
     """
 
-    def __init__(
-        self, keys: Mapping[str, bytes], instance_id: str, clock: Callable[[], int] = unix_ms, *, skew_ms: int = DEFAULT_SKEW_MS
-    ) -> None:
-        _check_keys(keys)
-        self._keys = dict(keys)
+    def __init__(self, keys: TicketKeys, instance_id: str, clock: Callable[[], int] = unix_ms, *, skew_ms: int = DEFAULT_SKEW_MS) -> None:
+        _check_keys(current_keys(keys))
+        self._keys = keys
         self._instance_id = validate_instance_id(instance_id)
         self._clock = clock
         self._skew_ms = skew_ms
@@ -124,7 +121,7 @@ class TicketVerifier:
         """
         payload, code = _split(text)
         ticket = _decode(payload)
-        secret = self._keys.get(ticket.key_id)
+        secret = current_keys(self._keys).get(ticket.key_id)
         if secret is None:
             raise AuthenticationError("the ticket's key is unknown")
         # Compared as text: a second spelling of the same code (unused bits of the last character) is refused too.
