@@ -24,6 +24,8 @@ from tests.bench import (
     identity,
     limits,
     lm_tier,
+    lookup_index,
+    lookup_rest,
     paged,
     questions,
     redis_tier,
@@ -136,8 +138,25 @@ def measure_vllm(bench: Bench, console: Console, machine: str) -> None:
     report.rewrite(DOCUMENT, "vllm", vllm_part.described(machine), [*(section.as_markdown() for section in found.sections), found.remark])
 
 
-PARTS = {"tiers": measure_tiers, "codecs": measure_codecs}
-BY_NAME = {"vllm": measure_vllm}
+def measure_lookup(bench: Bench, console: Console, machine: str) -> None:
+    """The lookup index in Redis."""
+    found = bench.run("lookup index in Redis", lookup_index.measure)
+    for section in found:
+        section.show(console)
+    described = f"Machine: {machine}. Medians of {lookup_index.NUM_ROUNDS} rounds."
+    report.rewrite(DOCUMENT, "lookup", described, [section.as_markdown() for section in found])
+
+
+def measure_lookup_rest(bench: Bench, console: Console, machine: str) -> None:
+    """The lookup service over REST."""
+    found = lookup_rest.measure(bench.run, bench.directory)
+    for section in found:
+        section.show(console)
+    report.rewrite(DOCUMENT, "lookup-rest", f"Machine: {machine}.", [section.as_markdown() for section in found])
+
+
+PARTS = {"tiers": measure_tiers, "codecs": measure_codecs, "lookup": measure_lookup}
+BY_NAME = {"lookup_rest": measure_lookup_rest, "vllm": measure_vllm}
 """Parts that are measured only when they are asked for: they need more than `make bench` has installed."""
 
 
