@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 
 from lmcache_core.keys import CacheEngineKey
+from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.testing.chunks import make_key, make_record
 from lmcache_storage.app import create_app
+from lmcache_storage.handover.held import HeldChunks
 from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.compat import ABOUT, compat_client, storage_with_compat
@@ -18,7 +21,7 @@ URL = f"/v1/chunks/{CacheEngineKey('lmcache-v0.3+', '', 1, 0, 'k').to_url()}"
 
 async def test_it_is_the_tenant_that_it_is_bound_to(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens.yaml")
-    async with storage_with_compat(auth_tokens_file=tokens) as (rest, port), compat_client(port) as client:
+    async with storage_with_compat(auth_tokens_file=tokens) as (rest, port, _), compat_client(port) as client:
         await client.put("k", b"value")
         assert await client.exists("k")
         for name, status in (("acme", 200), ("rival", 404)):
@@ -33,7 +36,7 @@ async def test_it_is_the_tenant_that_it_is_bound_to(tmp_path: Path) -> None:
 
 
 async def test_values_stay_within_the_tenants_quota_and_the_oldest_give_place() -> None:
-    async with storage_with_compat(tenant_quotas={"acme": {"memory_gb": 4 / 1024}}) as (_, port), compat_client(port) as client:
+    async with storage_with_compat(tenant_quotas={"acme": {"memory_gb": 4 / 1024}}) as (_, port, _), compat_client(port) as client:
         for i in range(20):
             await client.put(f"k{i}", bytes([i]) * MIB)
         held = [i for i in range(20) if await client.get(f"k{i}") is not None]
@@ -42,7 +45,7 @@ async def test_values_stay_within_the_tenants_quota_and_the_oldest_give_place() 
 
 
 async def test_a_full_memory_gives_up_the_oldest_values() -> None:
-    async with storage_with_compat() as (_, port), compat_client(port) as client:
+    async with storage_with_compat() as (_, port, _), compat_client(port) as client:
         for i in range(40):
             await client.put(f"k{i}", bytes([i]) * MIB)
         held = [i for i in range(40) if await client.get(f"k{i}") == (ABOUT, bytes([i]) * MIB)]
@@ -51,7 +54,7 @@ async def test_a_full_memory_gives_up_the_oldest_values() -> None:
 
 
 async def test_a_value_expires() -> None:
-    async with storage_with_compat(chunk_ttl_s=0.3) as (_, port), compat_client(port) as client:
+    async with storage_with_compat(chunk_ttl_s=0.3) as (_, port, _), compat_client(port) as client:
         await client.put("k", b"value")
         assert await client.get("k") == (ABOUT, b"value")
         await asyncio.sleep(0.4)
@@ -59,7 +62,7 @@ async def test_a_value_expires() -> None:
 
 
 async def test_a_draining_instance_takes_nothing_new_and_goes_on_serving() -> None:
-    async with storage_with_compat() as (rest, port), compat_client(port) as client:
+    async with storage_with_compat() as (rest, port, _), compat_client(port) as client:
         await client.put("before", bytes(MIB))
         assert await client.exists("before")
         assert (await rest.post("/v1/admin/drain")).status_code == 200
@@ -68,8 +71,30 @@ async def test_a_draining_instance_takes_nothing_new_and_goes_on_serving() -> No
         assert await client.get("before") == (ABOUT, bytes(MIB))
 
 
+async def test_values_stay_at_the_server_where_their_client_looks_for_them(tmp_path: Path) -> None:
+    """Chunks of engines move to their homes among several servers; an LMCache client knows one server."""
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
+    async with storage_with_compat(lmcache_compat_tenant="default", **disk) as (rest, port, parts), compat_client(port) as client:
+        await client.put("k", b"value")
+        assert await client.exists("k")
+        assert (await rest.put(f"/v1/chunks/{make_key('a').key.to_url()}", content=make_record("a"))).status_code == 201
+        async with asyncio.timeout(10):
+            while not (stats := (await rest.get("/v1/stats")).json())["settled"]:
+                await asyncio.sleep(0.01)
+        assert [tier["num_chunks"] for tier in stats["tiers"].values()] == [2, 2]
+        listed = await rest.get("/v1/chunks")
+        assert len(listed.json()["chunks"]) == 2
+        hot, disk_tier = parts.tiers
+        assert isinstance(hot, LocalCPUBackend)
+        assert isinstance(disk_tier, LocalDiskBackend)
+        for moving in (HeldChunks(hot, disk_tier, disk_tier, 1.0), HeldChunks(hot, None, None, 1.0)):
+            assert [key for key, _ in moving.hottest_first()] == [make_key("a")]
+        hot.clear_now()
+        assert [key for key, _ in HeldChunks(hot, disk_tier, disk_tier, 1.0).hottest_first()] == [make_key("a")]
+
+
 async def test_the_largest_record_bounds_a_value() -> None:
-    async with storage_with_compat(max_record_mb=1) as (_, port):
+    async with storage_with_compat(max_record_mb=1) as (_, port, _):
         async with compat_client(port) as client:
             await client.put("k", bytes(MIB - 1024))
             assert await client.get("k") == (ABOUT, bytes(MIB - 1024))
@@ -79,7 +104,7 @@ async def test_the_largest_record_bounds_a_value() -> None:
 
 
 async def test_the_older_dialect() -> None:
-    async with storage_with_compat(lmcache_compat_dialect="v0.2") as (_, port), compat_client(port, "v0.2") as client:
+    async with storage_with_compat(lmcache_compat_dialect="v0.2") as (_, port, _), compat_client(port, "v0.2") as client:
         await client.put("vllm@model@1@0@ab", b"value")
         assert await client.get("vllm@model@1@0@ab") == (ABOUT, b"value")
 

@@ -20,6 +20,7 @@ ABOUT_EXTENSION: Final = 2
 """Id of the extension with the numbers by which a client described its value; ignorable, since nobody else asks for it."""
 MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
 """Of a record that is made here: its key is short, and what it says beside it has a fixed length."""
+NAME_PREFIX: Final = "lmcache-"
 INLINE_DIGEST_BYTES: Final = 1 << 20
 TIER: Final = "compat"
 
@@ -41,7 +42,7 @@ class ForeignValues:
     def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
         self._store = store
         self._tenant = tenant
-        self._kind = f"lmcache-{dialect}"
+        self._kind = f"{NAME_PREFIX}{dialect}"
         self._counters = counters
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
@@ -108,6 +109,11 @@ class ForeignValues:
                 fmt, dtype, *dims = _ABOUT.unpack(extension.data)
                 return (fmt, dtype, dims[0], dims[1], dims[2], dims[3])
         return None
+
+
+def is_foreign(key: ChunkKey) -> bool:
+    """Whether that is the name of a value of an LMCache client: it is of use only at the server where that client looks for it."""
+    return key.key.fmt.startswith(NAME_PREFIX)
 
 
 async def _is_intact(chunk: Chunk) -> bool:

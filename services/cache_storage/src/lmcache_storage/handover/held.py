@@ -12,6 +12,8 @@ from lmcache_core.record import Chunk
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.base import StorageBackend
 
+from lmcache_storage.compat.values import is_foreign
+
 MAX_READING_BYTES = 256 << 20
 """Memory for chunks that are read from disk to be sent."""
 
@@ -34,11 +36,14 @@ class HeldChunks:
         self._buffers = BufferAllocator(capacity_bytes=MAX_READING_BYTES)
 
     def hottest_first(self) -> list[tuple[ChunkKey, int]]:
-        """Name and size in bytes of every chunk of every tenant: those in memory, then those on disk alone, the newest first."""
+        """Name and size in bytes of every chunk of every tenant: those in memory, then those on disk alone, the newest first.
+
+        Values of LMCache clients are left out: these clients know one server, and would not find them at another.
+        """
         found = dict(self._hot.hottest())
         for key, num_bytes in [] if self._listed is None else reversed(self._listed.held()):
             found.setdefault(key, num_bytes)
-        return list(found.items())
+        return [(key, num_bytes) for key, num_bytes in found.items() if not is_foreign(key)]
 
     def has_room(self, num_bytes: int, pending_bytes: int) -> bool:
         """Whether a record of that size could be kept without giving up another.
