@@ -207,6 +207,9 @@ async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
         ("post", "/v1/admin/evict"),
         ("post", "/v1/admin/clear"),
         ("post", "/v1/admin/drain"),
+        ("post", "/v1/admin/pin"),
+        ("post", "/v1/admin/unpin"),
+        ("get", "/v1/admin/pins"),
     }
 
 

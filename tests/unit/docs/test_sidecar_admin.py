@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lmcache_core.storage.pin_board import MAX_PINNED_CHUNKS, PIN_BOUND
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     MISSED_CHUNKS_TOTAL,
@@ -23,7 +24,6 @@ from lmcache_sidecar.explainer import QUARANTINED, UNKNOWN
 from lmcache_sidecar.handover import DrainState
 from lmcache_sidecar.handover.handover import MAX_TRIES
 from lmcache_sidecar.handover.peers import MAX_TAKERS
-from lmcache_sidecar.pinned import MAX_PINNED_CHUNKS, PIN_BOUND
 from lmcache_sidecar.settings import SidecarSettings, default_run_directory
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

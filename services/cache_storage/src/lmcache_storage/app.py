@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
 
+from lmcache_storage.admin.pin_routes import router as pin_router
 from lmcache_storage.admin.routes import router as admin_router
 from lmcache_storage.chunks.routes import router as chunks_router
 from lmcache_storage.lifespan import lifespan
@@ -24,7 +25,7 @@ def create_app(settings: StorageSettings) -> FastAPI:
         settings,
         "lmcache-storage",
         lifespan=lifespan,
-        routers=[chunks_router, admin_router],
+        routers=[chunks_router, admin_router, pin_router],
         bodies=BodyBounds(overrides={RECORD_PATHS: settings.max_record_bytes}),
         problems=PROBLEMS,
     )

@@ -17,6 +17,7 @@ from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
@@ -41,6 +42,7 @@ from lmcache_storage.parts import StorageParts
 from lmcache_storage.settings import StorageSettings
 
 CLIENT_TIMEOUT_S = 1.0
+PIN_CHECK_S = 1.0
 
 
 @asynccontextmanager
@@ -60,6 +62,7 @@ class _Opening:
         self._state = state
         self._settings = settings
         self._exits = exits
+        self._tasks = TaskSupervisor("storage-pins")
         self._broker: BrokerClient | None = None
         self._announcer = TierAnnouncer(settings.tenant)
         self._token = shown_token(settings.service_token_file)
@@ -92,7 +95,11 @@ class _Opening:
         await self._open_compat(store, counters)
         url = settings.advertise_url or distributed_url_of(settings.lm_host, lm_server.port, settings.tls_cert_file is not None)
         registration = await self._join_broker(url)
-        neighbours, drain = await self._know_the_others(stack, held, store, counters, gate)
+        pins = PinBoard(stack, settings.memory_bytes, settings.tier_timeout_s)
+        self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
+        self._exits.callback(pins.close)
+        self._exits.push_async_callback(self._tasks.close)
+        neighbours, drain = await self._know_the_others(stack, held, store, pins, counters, gate)
         parts = StorageParts(
             settings.instance_id,
             url,
@@ -102,6 +109,7 @@ class _Opening:
             lm_server,
             await self._join_lookup(hot, disk),
             registration,
+            pins,
             drain,
             neighbours,
         )
@@ -113,7 +121,7 @@ class _Opening:
         return parts
 
     async def _know_the_others(
-        self, stack: TierStack, held: HeldChunks, door: HandoverDoor, counters: Counters, gate: Gate
+        self, stack: TierStack, held: HeldChunks, door: HandoverDoor, pins: PinBoard, counters: Counters, gate: Gate
     ) -> tuple[Neighbours | None, Drain]:
         """Find the other servers of this tier, give them what belongs there, and be ready to give them the rest."""
         settings = self._settings
@@ -126,10 +134,11 @@ class _Opening:
             mover = Mover(held, neighbours, counters)
         if neighbours is not None and mover is not None and settings.rebalance:
             tasks = TaskSupervisor("rebalance")
-            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, door, gate.is_open).look, LOOK_S)
+            tasks.repeat("look", Rebalancer(held, stack, neighbours, mover, door, pins, gate.is_open).look, LOOK_S)
             self._exits.push_async_callback(tasks.close)
         drain = Drain(settings.drain_timeout_s, stack, held, neighbours, mover)
         drain.when_it_begins(gate.close)
+        drain.when_it_begins(pins.close)
         self._exits.push_async_callback(drain.close)
         return neighbours, drain
 

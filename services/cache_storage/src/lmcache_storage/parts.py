@@ -8,6 +8,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.p2p import PeerRegistration
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
+from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
 
@@ -29,6 +30,7 @@ class StorageParts:
         lm_server: What lm:// serves.
         reporter: Reports to lookup; None without a lookup_url.
         registration: Lease at the broker; None without a broker_url.
+        pins: What operators keep in memory.
         drain: The way to this instance's end.
         neighbours: The other servers; None where none are configured.
     """
@@ -41,6 +43,7 @@ class StorageParts:
     lm_server: LmServer
     reporter: InstanceReporter | None
     registration: PeerRegistration | None
+    pins: PinBoard
     drain: Drain
     neighbours: Neighbours | None
 

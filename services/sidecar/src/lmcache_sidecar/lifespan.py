@@ -23,6 +23,7 @@ from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer, ServerLimits
@@ -39,7 +40,6 @@ from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.load import machine_load
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
-from lmcache_sidecar.pinned import PinBoard
 from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory

@@ -11,6 +11,7 @@ from lmcache_core.memory import SharedArena
 from lmcache_core.p2p import PeerRegistration
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.local_store import LOCAL_TIERS
+from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_servicekit.errors import ConflictError, PermissionDeniedError
 from lmcache_servicekit.settings import is_loopback
@@ -19,7 +20,6 @@ from lmcache_sidecar.arena import ArenaKeeper
 from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover import Drain
-from lmcache_sidecar.pinned import PinBoard
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_sidecar.socket import SocketServer
 from lmcache_sidecar.tiers import SidecarTiers

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_core.keys import ChunkKey
+from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.storage.stack import TierStack
 
@@ -41,6 +42,7 @@ class Rebalancer:
         neighbours: The others.
         mover: Sends chunks.
         door: Where others, who may have seen other servers than this one, give it theirs.
+        pinned: What stays here all the same.
         is_open: Whether this server stays; one that drains does not move what it hands over anyway.
     """
 
@@ -51,6 +53,7 @@ class Rebalancer:
         neighbours: Neighbours,
         mover: Mover,
         door: HandoverDoor,
+        pinned: PinBoard,
         is_open: Callable[[], bool],
     ) -> None:
         self._chunks = chunks
@@ -59,6 +62,7 @@ class Rebalancer:
         self._mover = mover
         self._is_open = is_open
         self._door = door
+        self._pinned = pinned
         self._settled: Situation = (frozenset(), 0)
         self._seen = self._settled
         self._num_looks = 0
@@ -95,16 +99,16 @@ class Rebalancer:
         """Give up what moved a while ago, unless its home is here again."""
         while self._is_open() and self._moved and self._moved[0][0] <= asyncio.get_running_loop().time():
             _, keys = self._moved.popleft()
-            await self._stack.batched_remove([key for key in keys if not self._is_at_home(key, known)])
+            await self._stack.batched_remove([key for key in keys if not self._stays(key, known)])
 
-    def _is_at_home(self, key: ChunkKey, known: frozenset[str]) -> bool:
-        return home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance
+    def _stays(self, key: ChunkKey, known: frozenset[str]) -> bool:
+        return key in self._pinned or home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance
 
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:
         """Chunks whose home is elsewhere, the hottest first."""
         found: list[Sized] = []
         for i, chunk in enumerate(self._chunks.hottest_first()):
-            if not self._is_at_home(chunk[0], known):
+            if not self._stays(chunk[0], known):
                 found.append(chunk)
             if i % CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lmcache_core.keys import ChunkKey
+from lmcache_core.storage.pin_board import PinBoard
 
 from lmcache_sidecar.admin import pin_schemas as schemas
 from lmcache_sidecar.descriptions import NamedChunk
-from lmcache_sidecar.pinned import PinBoard
 
 
 def unpinned(chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]) -> list[schemas.Unpinned]:

@@ -109,7 +109,7 @@ class PinBoard:
         self.unpin([key for (key, pin), is_kept in zip(self._pins.items(), kept, strict=True) if pin.ends_at <= now or not is_kept])
 
     def close(self) -> None:
-        """Let go of everything, and pin nothing any more: the sidecar is on its way to its end. Idempotent."""
+        """Let go of everything, and pin nothing any more: this process is on its way to its end. Idempotent."""
         self._is_closed = True
         self.unpin(list(self._pins))
 

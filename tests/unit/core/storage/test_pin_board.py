@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import ArenaAllocator
+from lmcache_core.storage import pin_board as module
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.pin_board import PIN_BOUND, PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.testing.chunks import make_chunk, make_key
-from lmcache_sidecar import pinned as module
-from lmcache_sidecar.pinned import PIN_BOUND, PinBoard
 
 NUM_SLOTS = 8
 SLOT_BYTES = 1024

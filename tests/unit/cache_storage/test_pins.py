@@ -1,0 +1,83 @@
+"""Pins over REST: what operators keep in memory, by tenant, within bounds, until a drain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from lmcache_core.testing.chunks import make_key, make_payload, make_record
+
+from tests.fixtures.storage_app import TOKENS, assert_problem, bearer, serving, write_tokens
+
+NAMES = ["a", "b", "c"]
+URLS = [make_key(name).key.to_url() for name in NAMES]
+CHUNK_BYTES = 500_000  # of the 4 MiB of `serving`, half of which may be pinned
+
+
+async def put(rest: httpx.AsyncClient, name: object, headers: dict[str, str] | None = None) -> None:
+    record = make_record(name, make_payload(name, CHUNK_BYTES))
+    answer = await rest.put(f"/v1/chunks/{make_key(name).key.to_url()}", content=record, headers=headers)
+    assert answer.status_code == 201
+
+
+async def test_what_is_pinned_stays_when_memory_is_full() -> None:
+    async with serving(eviction_policy="lru") as (rest, _):
+        for name in NAMES:
+            await put(rest, name)
+        answer = (await rest.post("/v1/admin/pin", json={"keys": [*URLS[:2], make_key("never").key.to_url()]})).json()
+        assert answer["num_pinned"] == 2
+        assert answer["not_pinned"] == [{"key": make_key("never").key.to_url(), "reason": "never_stored"}]
+        assert 2 * CHUNK_BYTES <= answer["pinned_bytes"] <= answer["max_pinned_bytes"]
+        for i in range(20):
+            await put(rest, i)
+        assert [(await rest.head(f"/v1/chunks/{url}")).status_code for url in URLS] == [200, 200, 404]
+        pins = (await rest.get("/v1/admin/pins")).json()
+        assert [pin["key"] for pin in pins["pins"]] == URLS[:2]
+        assert all(590 < pin["expires_in_s"] <= 600 and pin["tenant"] == "default" for pin in pins["pins"])
+        assert (await rest.post("/v1/admin/unpin", json={"keys": URLS})).json() == {"num_unpinned": 2}
+        for i in range(20, 40):
+            await put(rest, i)
+        assert [(await rest.head(f"/v1/chunks/{url}")).status_code for url in URLS] == [404] * 3
+
+
+async def test_a_pin_lifts_from_the_disk_and_there_is_a_bound(tmp_path: Path) -> None:
+    async with serving(disk_path=tmp_path, disk_gb=0.05) as (rest, parts):
+        for i in range(6):
+            await put(rest, i)
+            await parts.stack.drain(10)
+        assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1 << 30})).json()["freed_bytes"] > 0
+        keys = [make_key(i).key.to_url() for i in range(6)]
+        answer = (await rest.post("/v1/admin/pin", json={"keys": keys, "ttl_s": 60})).json()
+        assert answer["num_pinned"] == 4
+        assert {unpinned["reason"] for unpinned in answer["not_pinned"]} == {"pin_bound"}
+        assert (await rest.post("/v1/admin/unpin")).json() == {"num_unpinned": 4}
+
+
+async def test_pins_belong_to_admins_and_name_the_tenant(tmp_path: Path) -> None:
+    async with serving(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")) as (rest, _):
+        await put(rest, "a", bearer("acme"))
+        body = {"keys": URLS[:1], "tenant": "acme"}
+        for path in ("pin", "unpin"):
+            assert_problem(await rest.post(f"/v1/admin/{path}", json=body, headers=bearer("acme")), 403, "forbidden")
+        assert_problem(await rest.get("/v1/admin/pins", headers=bearer("acme")), 403, "forbidden")
+        operator = bearer("operator")
+        assert (await rest.post("/v1/admin/pin", json={"keys": URLS[:1]}, headers=operator)).json()["num_pinned"] == 0
+        assert (await rest.post("/v1/admin/pin", json=body, headers=operator)).json()["num_pinned"] == 1
+        assert (await rest.post("/v1/admin/unpin", headers=operator)).json() == {"num_unpinned": 0}
+        assert (await rest.post("/v1/admin/unpin", json={"tenant": "acme"}, headers=operator)).json() == {"num_unpinned": 1}
+        assert TOKENS["operator"] not in (await rest.get("/v1/admin/pins", headers=operator)).text
+
+
+async def test_a_drain_lets_go_and_takes_none() -> None:
+    async with serving() as (rest, parts):
+        await put(rest, "a")
+        assert (await rest.post("/v1/admin/pin", json={"keys": URLS[:1]})).json()["num_pinned"] == 1
+        await rest.post("/v1/admin/drain")
+        assert parts.pins.num_bytes == 0
+        assert_problem(await rest.post("/v1/admin/pin", json={"keys": URLS[:1]}), 503, "draining")
+
+
+async def test_what_is_no_key_is_refused() -> None:
+    async with serving() as (rest, _):
+        assert_problem(await rest.post("/v1/admin/pin", json={"keys": ["no key"]}), 400, "bad-key")
+        assert (await rest.post("/v1/admin/pin", json={"keys": []})).status_code == 422
