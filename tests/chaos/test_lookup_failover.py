@@ -1,4 +1,4 @@
-"""Redis' master is killed while instances report and are looked up, and what it acknowledged last is lost.
+"""Redis' master is killed or stands still while instances report and are looked up, and what it acknowledged last is lost.
 
 Nothing wrong is said, nothing is unknown for long, and everything is right again soon.
 """
@@ -215,8 +215,15 @@ def slot_third(key: str) -> int:
     return slot_of(key) * NUM_MASTERS // NUM_SLOTS
 
 
-@pytest.mark.parametrize("kind", ["sentinel", "cluster, leases", "cluster, chunks"])
-async def test_a_master_is_killed_under_load(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        *(("sentinel", "SIGKILL"), ("cluster, leases", "SIGKILL"), ("cluster, chunks", "SIGKILL")),
+        *(("sentinel", "SIGSTOP"), ("cluster, leases", "SIGSTOP")),
+    ],
+)
+async def test_a_master_fails_under_load(kind: str, end: str) -> None:
+    """One that only stood still comes back with what it knew, when others have gone on."""
     chance = random.Random(SEED)
     chunk_ids = [chance.randbytes(16) for _ in range(NUM_CHUNKS)]
     servers = {
@@ -245,12 +252,16 @@ async def test_a_master_is_killed_under_load(kind: str) -> None:
                     # As by SIGKILL: its lease is left to run out.
                     cut.is_cut, watch.dead_since = True, time.monotonic()
                     num_resyncs = [instance.reporter.stats["num_resyncs"] for instance in instances]
-                    master.kill()
+                    (master.kill if end == "SIGKILL" else master.pause)()
                     await until(lambda: bool(watch.unknown_at), 5)
                     num_before = watch.num_answers
                     await until(lambda: watch.num_answers > num_before + 50, MOST_UNKNOWN_S + 5)
                 await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
                 await asyncio.sleep(max(0.0, watch.dead_since + TTL_S + LOAD_S - time.monotonic()))
+                if end == "SIGSTOP":
+                    master.resume()
+                    await asyncio.sleep(LOAD_S)
+                    await at_the_latest(HEALING_S, lambda: is_true_of(indexes, instances, chunk_ids))
                 assert all(instance.reporter.stats["num_resyncs"] > num for instance, num in zip(instances, num_resyncs, strict=True))
         assert not watch.wrong
         assert watch.unknown_s < MOST_UNKNOWN_S

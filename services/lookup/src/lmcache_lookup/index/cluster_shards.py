@@ -110,9 +110,13 @@ class ClusterShards(RedisShards):
         by_node: defaultdict[RedisNode, list[int]] = defaultdict(list)
         for place in places:
             by_node[self._map.node_of(slot_of(commands[place].key))].append(place)
-        found = await asyncio.gather(
-            *(node.exchange([commands[place] for place in inside]) for node, inside in by_node.items()), return_exceptions=True
-        )
+        calls = [node.exchange([commands[place] for place in inside]) for node, inside in by_node.items()]
+        try:
+            found = await asyncio.gather(*calls, return_exceptions=True)
+        except asyncio.CancelledError:
+            # The caller's patience is over: whoever has not answered may not be the one to ask any more.
+            self._map.is_stale = True
+            raise
         for inside, part in zip(by_node.values(), found, strict=True):
             if isinstance(part, BaseException):
                 self._map.is_stale = True
