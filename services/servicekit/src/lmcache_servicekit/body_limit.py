@@ -1,7 +1,8 @@
-"""Bounds request bodies before anything parses them."""
+"""Bounds request bodies, and the time that they take, before anything parses them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Final
 
@@ -12,10 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lmcache_servicekit.problems import problem_response
 
 DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
+BODY_TIMEOUT_S: Final = 10.0
+MIN_BYTES_PER_S: Final = 1 << 20
+"""A body may take `BODY_TIMEOUT_S`, and as long again as the largest there would take at this speed."""
+
+_CLOSE: Final = {"Connection": "close"}
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to a request whose body is, or grows, larger than its bound.
+    """Answers 413 to a request whose body is, or grows, larger than its bound, and 408 to one whose body does not come.
 
     FastAPI's own `max_body_size` answers plain text where the length is declared; ours is a problem in every case.
 
@@ -38,17 +44,25 @@ class BodyLimitMiddleware:
         bound = self._bound_of(scope["path"])
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdecimal() or int(declared[:19]) > bound:
-            response = problem_response(413, "Content Too Large", detail=_detail(bound), headers={"Connection": "close"})
+            response = problem_response(413, "Content Too Large", detail=_detail(bound), headers=_CLOSE)
             await response(scope, receive, send)
             return
         num_bytes = 0
+        timeout_s = BODY_TIMEOUT_S + bound / MIN_BYTES_PER_S
+        deadline: float | None = asyncio.get_running_loop().time() + timeout_s
 
         async def count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"a body here arrives within {timeout_s:.0f} s", _CLOSE) from None
+            if not message.get("more_body", False):
+                deadline = None  # what comes now is that the caller leaves
             num_bytes += len(message.get("body", b""))
             if num_bytes > bound:
-                raise HTTPException(413, _detail(bound))
+                raise HTTPException(413, _detail(bound), _CLOSE)
             return message
 
         await self._app(scope, count, send)

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from lmcache_core.errors import ConfigError, LMCacheError
 from starlette.types import Message, Receive, Scope, Send
 
+from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state
@@ -180,6 +181,7 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     """Serve until a signal; the exit code."""
     config = uvicorn.Config(
         start := _Start(app),
+        http=BoundedHttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

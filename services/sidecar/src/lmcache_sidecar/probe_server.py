@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
 from lmcache_servicekit.health import create_health_router
+from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.metrics import create_metrics_router
 from lmcache_servicekit.state import ServiceState
 
@@ -63,7 +64,15 @@ class ProbeServer:
             listener.close()
             raise ConfigError(f"health_host={self._host!r}, health_port={self._wanted_port}: {exc.strerror or exc}") from exc
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=STOP_S)
+        config = uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=STOP_S,
+        )
         self._server = _QuietServer(config)
         self._tasks.start("serve", self._server.serve(sockets=[listener]))
 

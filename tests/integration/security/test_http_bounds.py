@@ -1,0 +1,120 @@
+"""What one caller without credentials can make a REST port do: raw connections to a real process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_servicekit import body_limit, http_protocol
+from lmcache_servicekit.http_protocol import MAX_HEAD_BYTES
+
+from tests.fixtures.service_process import ServiceProcess, running_service
+
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with running_service("tests.fixtures.impatient_broker", tmp_path_factory.mktemp("broker"), {"LMCACHE_BROKER_PORT": "0"}) as service:
+        yield service
+
+
+@pytest.fixture
+def connection(broker: ServiceProcess) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S) as made:
+        yield made
+    assert httpx.get(f"{broker.url}/healthz", trust_env=False).status_code == 200, "others are served as before"
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the other side ends the connection."""
+    data = bytearray()
+    try:
+        while part := connection.recv(65536):
+            data += part
+    except ConnectionError:
+        pass
+    return bytes(data)
+
+
+def is_sent(connection: socket.socket, *parts: bytes) -> bool:
+    """Whether the other side takes all of it."""
+    try:
+        for part in parts:
+            connection.sendall(part)
+    except (ConnectionError, TimeoutError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("part", [b"x: " + b"y" * 8000 + b"\r\n", b"y" * 8000], ids=["many headers", "one header"])
+def test_endless_headers_end_the_connection(connection: socket.socket, part: bytes) -> None:
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: ")
+    assert not is_sent(connection, *[part] * 10_000)
+
+
+def test_an_endless_url_ends_the_connection(connection: socket.socket) -> None:
+    connection.sendall(b"GET /")
+    assert not is_sent(connection, *[b"y" * 8000] * 10_000)
+
+
+def test_too_many_headers_are_told_so(connection: socket.socket) -> None:
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
+    for _ in range(MAX_HEAD_BYTES // 8000 + 1):
+        connection.sendall(b"x: " + b"y" * 8000 + b"\r\n")
+        time.sleep(0.01)
+    assert answer_of(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_headers_within_the_bound_are_fine(connection: socket.socket) -> None:
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + b"x: y\r\n" * 2000 + b"\r\n")
+    assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_endless_trailers_end_the_connection(connection: socket.socket) -> None:
+    connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+    assert not is_sent(connection, *[b"x: " + b"y" * 8000 + b"\r\n"] * 10_000)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /he", b"GET /healthz HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a line", "half a head"])
+def test_who_does_not_say_what_it_wants_is_let_go(connection: socket.socket, said: bytes) -> None:
+    connection.sendall(said)
+    begin = time.monotonic()
+    assert answer_of(connection) == b""
+    assert time.monotonic() - begin < TIMEOUT_S
+
+
+def test_that_holds_for_a_second_request_too(connection: socket.socket) -> None:
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /healthz HTTP/1.1\r\nhost")
+    begin = time.monotonic()
+    assert answer_of(connection).count(b"HTTP/1.1 200 ") == 1
+    assert time.monotonic() - begin < TIMEOUT_S
+
+
+def test_a_body_that_does_not_come_is_told_so(connection: socket.socket) -> None:
+    connection.sendall(
+        b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n" + b'{"requester'
+    )
+    assert b"HTTP/1.1 408 " in answer_of(connection)
+
+
+def test_many_small_pieces_of_a_body_are_fine(connection: socket.socket) -> None:
+    body = b'{"requester": "a", "chunks": []' + b" " * 3000 + b"}"
+    connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n")
+    connection.sendall(b"transfer-encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_pipelined_requests_are_each_counted_for_themselves(connection: socket.socket) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n"
+    connection.sendall(one * 30 + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert answer_of(connection).count(b"HTTP/1.1 200 ") == 31
+
+
+def test_the_bounds_of_a_service_that_nobody_has_made_impatient() -> None:
+    assert (http_protocol.HEAD_TIMEOUT_S, body_limit.BODY_TIMEOUT_S) == (10.0, 10.0)
+    assert Path(http_protocol.__file__).name == "http_protocol.py"
