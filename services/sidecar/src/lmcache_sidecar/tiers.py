@@ -17,6 +17,7 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.remote.locating import LookupLocator
 from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend
 from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.wire.capabilities import Accepts
@@ -84,7 +85,7 @@ class TierMaker:
         )
         disk = self._disk()
         decoded = None if disk is None else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)
-        remote = None if settings.remote_url is None else self._remote(settings.remote_url)
+        remote = None if settings.remote_url is None else self._remote(settings.remote_url, lookup)
         on_disk = () if decoded is None else (self._guarded(decoded),)
         peers = () if lookup is None or broker is None else (self._guarded(self._peers(lookup, broker)),)
         distant = () if remote is None else (self._guarded(remote),)
@@ -112,10 +113,12 @@ class TierMaker:
         peers = P2PBackend(settings.instance_id, lookup, broker, pool)
         return EncodedBackend(peers, self._codecs, accepts_lossy=accepts.lossy, seals=True)
 
-    def _remote(self, url: str) -> StorageBackend:
+    def _remote(self, url: str, lookup: LookupClient | None) -> StorageBackend:
         settings = self._settings
+        locate = None if lookup is None else LookupLocator(lookup)
         accepts = self._accepts(settings.remote_serde)
-        remote = create_remote_backend(url, token=self._token, timeout_s=settings.tier_timeout_s, accepts=accepts, tls=self._tls)
+        timeout_s = settings.tier_timeout_s
+        remote = create_remote_backend(url, token=self._token, timeout_s=timeout_s, accepts=accepts, locate=locate, tls=self._tls)
         return EncodedBackend(remote, self._codecs, settings.remote_serde, seals=True)
 
     def _accepts(self, serde: str) -> Accepts:
