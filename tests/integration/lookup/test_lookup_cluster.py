@@ -1,0 +1,86 @@
+"""Replicas of `lmcache-lookup` as real processes over a real Redis Cluster, one of whose masters stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+from lmcache_core.errors import UnavailableError
+from lmcache_core.lookup import Holding, InstanceReporter, LookupClient, ReporterTiming
+from lmcache_lookup.index.packing import LEASES_KEY
+
+from tests.fixtures.redis_cluster import running_cluster
+from tests.fixtures.service_process import ServiceProcess, running_service
+
+CHUNKS = [bytes([place]) * 16 for place in range(0, 256, 4)]
+"""One in each bucket."""
+TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
+
+
+@asynccontextmanager
+async def client_of(service: ServiceProcess) -> AsyncIterator[LookupClient]:
+    client = LookupClient(service.url, None, timeout_s=5)
+    await client.open()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def is_ready(service: ServiceProcess) -> bool:
+    async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=10) as plain:
+        return (await plain.get("/readyz")).status_code == 200
+
+
+async def all_are_held(client: LookupClient) -> bool:
+    try:
+        return (await client.lookup(CHUNKS)).num_prefix == len(CHUNKS)
+    except UnavailableError:
+        return False
+
+
+async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(running_cluster(node_timeout_ms=1000))
+        environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_REDIS_URL": cluster.url, "LMCACHE_LOOKUP_MIN_TTL_MS": "50"}
+        services = []
+        for name in ("told", "asked"):
+            (tmp_path / name).mkdir()
+            services.append(stack.enter_context(running_service("lmcache_lookup", tmp_path / name, environ)))
+        told, asked = services
+        async with client_of(told) as teller, client_of(asked) as asker:
+            reporter = InstanceReporter(teller, "one", "sidecar", lambda: [Holding(chunk_id, "hot", 7) for chunk_id in CHUNKS], TIMING)
+            await reporter.open()
+            try:
+                await eventually(lambda: all_are_held(asker))
+                assert await is_ready(asked)
+                place = cluster.place_of(LEASES_KEY)
+                cluster.servers[place].pause()
+                began_at = time.monotonic()
+                answer = await asker.lookup(CHUNKS)
+                assert answer.degraded
+                assert time.monotonic() - began_at < 2
+                assert not await is_ready(asked)
+                cluster.wait_for_failover(place)
+                await eventually(lambda: all_are_held(asker))
+                await eventually(lambda: is_ready(asked))
+                await eventually(lambda: is_ready(told))
+                cluster.servers[place].resume()
+                for _ in range(20):
+                    assert await all_are_held(asker) or (await asker.lookup(CHUNKS)).degraded
+                    await asyncio.sleep(0.05)
+                await eventually(lambda: all_are_held(asker))
+            finally:
+                await reporter.close()
+            assert (await asker.lookup(CHUNKS)).num_prefix == 0
+        assert "redis-cluster://" not in told.output + asked.output
