@@ -18,6 +18,7 @@ from lmcache_lookup.index import LookupIndex, create_index
 from lmcache_lookup.instances.routes import router as instances_router
 from lmcache_lookup.instances.schemas import LEASE, InstancesAnswer
 from lmcache_lookup.lifespan import lifespan_of
+from lmcache_lookup.lookup.routes import questions
 from lmcache_lookup.lookup.routes import router as lookup_router
 from lmcache_lookup.lookup.schemas import CHUNKS
 from lmcache_lookup.openapi import schemas_of
@@ -51,7 +52,7 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
         settings,
         NAME,
         lifespan=lifespan_of(settings, index or create_index(settings)),
-        routers=[lookup_router, instances_router, events_router, admin_router],
+        routers=[questions, lookup_router, instances_router, events_router, admin_router],
         bodies=BodyBounds(MAX_BODY_BYTES),
     )
     app.describe(schemas_of(*BODIES))

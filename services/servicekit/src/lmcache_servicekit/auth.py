@@ -43,5 +43,13 @@ def require_role(role: Role) -> Callable[..., Awaitable[Principal]]:
     return authenticate
 
 
-ClientPrincipal = Annotated[Principal, Depends(require_role("client"))]
+_authenticate_client = require_role("client")
+
+
+async def client_of(request: Request) -> Principal:
+    """What `ClientPrincipal` gives, for routes that take their parts by themselves. Raises as `require_role` says."""
+    return await _authenticate_client(request, await _bearer(request))
+
+
+ClientPrincipal = Annotated[Principal, Depends(_authenticate_client)]
 AdminPrincipal = Annotated[Principal, Depends(require_role("admin"))]
