@@ -28,6 +28,16 @@ def test_options_and_defaults() -> None:
         "max_peers": 4096,
         "max_peers_per_tenant": 1024,
         "max_pulls_per_peer": 64,
+        "discovery": "registration",
+        "discovery_tenant": None,
+        "static_peers": [],
+        "kubernetes_service": None,
+        "kubernetes_namespace": None,
+        "kubernetes_port_name": "lm",
+        "kubernetes_port": 65433,
+        "kubernetes_api_url": None,
+        "kubernetes_token_file": None,
+        "kubernetes_ca_file": None,
         "hot_chunk_pulls": 16,
         "hot_chunk_copies": 3,
         "redis_url": None,
@@ -88,3 +98,20 @@ def test_other_machines_may_reach_it_when_told_so() -> None:
     assert load(HOST="10.0.0.1", ALLOW_ANONYMOUS="true").allow_anonymous
     guarded = {"HOST": "10.0.0.1", "AUTH_TOKENS_FILE": "x", "TICKET_KEYS": f"k1:{SECRET}"}
     assert load(**guarded, TLS_CERT_FILE="x").host == load(**guarded, ALLOW_PLAINTEXT="true").host == "10.0.0.1"
+
+
+def test_discovery_needs_what_it_follows() -> None:
+    with pytest.raises(ConfigError, match="kubernetes_service is not set"):
+        load(DISCOVERY="kubernetes")
+    with pytest.raises(ConfigError, match="set discovery=static"):
+        load(STATIC_PEERS='[{"id": "a", "distributed_url": "lm://a:1"}]')
+    with pytest.raises(ConfigError, match="lm://host:port"):
+        load(DISCOVERY="static", STATIC_PEERS='[{"id": "a", "distributed_url": "http://a"}]')
+    assert load(DISCOVERY="static", STATIC_PEERS='[{"id": "a", "distributed_url": "lm://a:1"}]').static_peers[0].id == "a"
+
+
+def test_a_redis_url_is_masked_and_its_password_in_no_error() -> None:
+    assert "hunter2" not in render_settings(load(REDIS_URL="redis://:hunter2@redis:6379/0"))
+    with pytest.raises(ConfigError, match="a Redis URL begins with") as failure:
+        load(REDIS_URL="http://:hunter2@redis")
+    assert "hunter2" not in str(failure.value)

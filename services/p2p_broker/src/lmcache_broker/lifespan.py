@@ -12,7 +12,8 @@ from lmcache_core.security import TicketKeys, TicketSigner
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
-from lmcache_broker.metrics import BrokerCollector
+from lmcache_broker.discovery import create_discovery
+from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
@@ -45,10 +46,18 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         if settings.redis_url is not None:
             tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
             state.health.add("redis", registry.ping, timeout_s=settings.redis_timeout_ms / 1000, required=False)
+        discovering = await create_discovery(settings, registry)
+        state.registry.register(DiscoveryCollector(discovering))
         await desk.open()
         try:
+            if discovering is not None:
+                await discovering.open()
+                if discovering.watch is not None:
+                    state.health.add("kubernetes", discovering.watch.ping, required=False)
             yield
         finally:
+            if discovering is not None:
+                await discovering.close()
             await desk.close()
             await tasks.close()
             await registry.close()

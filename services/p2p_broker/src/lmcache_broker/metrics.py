@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmcache_broker.discovery import Discovering
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers.desk import TransferDesk
 from lmcache_broker.transfers.hot import HotChunks
@@ -24,8 +25,27 @@ WAITING_REQUESTS: Final = "lmcache_broker_waiting_requests"
 QUEUED_REQUESTS_TOTAL: Final = "lmcache_broker_queued_requests_total"
 TURNED_AWAY_REQUESTS_TOTAL: Final = "lmcache_broker_turned_away_requests_total"
 ORDERED_COPIES_TOTAL: Final = "lmcache_broker_ordered_copies_total"
+SEEN_PEERS: Final = "lmcache_broker_seen_peers"
+RESYNCS_TOTAL: Final = "lmcache_broker_endpoint_lists_total"
+WATCHES_TOTAL: Final = "lmcache_broker_endpoint_watches_total"
 IS_SHARED: Final = "lmcache_broker_is_shared"
 SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
+
+
+class DiscoveryCollector(Collector):
+    """Figures of discovery; nothing where there is none."""
+
+    def __init__(self, discovering: Discovering | None) -> None:
+        self._discovering = discovering
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of discovery."""
+        if self._discovering is None:
+            return
+        yield GaugeMetricFamily(SEEN_PEERS, "Peers that a list or the cluster tells of.", self._discovering.discovery.num_seen)
+        if self._discovering.watch is not None:
+            yield CounterMetricFamily(RESYNCS_TOTAL, "Lists of all endpoints: the first, and resyncs.", self._discovering.watch.num_lists)
+            yield CounterMetricFamily(WATCHES_TOTAL, "Watches of endpoints that were begun.", self._discovering.watch.num_watches)
 
 
 class BrokerCollector(Collector):

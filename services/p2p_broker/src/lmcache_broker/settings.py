@@ -8,10 +8,11 @@ from typing import Annotated, Final, Self
 from urllib.parse import urlsplit
 
 from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys
-from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lmcache_broker.discovery.settings import DiscoverySettings
 from lmcache_broker.peers.redis_peers import REDIS_SCHEMES
 
 _EPHEMERAL_KEY_ID: Final = "ephemeral"
@@ -24,8 +25,8 @@ def _check_redis_url(url: SecretStr) -> SecretStr:
     return url
 
 
-class BrokerSettings(ServiceSettings):
-    """Options of the broker.
+class BrokerSettings(DiscoverySettings):
+    """Options of the broker, beside those of discovery.
 
     Attributes:
         port: REST and the web page.

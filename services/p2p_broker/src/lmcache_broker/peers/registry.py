@@ -103,6 +103,28 @@ class PeerRegistry:
                 self._note_away(exc)
         return status
 
+    async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
+        """The peer there is about to end: it gets no new pulls, and learns of it with its next heartbeat."""
+        for record in self.directory.at(peer_id, distributed_url):
+            if record.draining:
+                continue
+            record.draining = True
+            if self._shared is not None:
+                try:
+                    await self._shared.drain(record.owner, peer_id)
+                except UnavailableError as exc:
+                    self._note_away(exc)
+
+    async def forget(self, peer_id: str, distributed_url: str) -> None:
+        """The peer there is gone, whatever its lease says."""
+        for record in self.directory.at(peer_id, distributed_url):
+            self.directory.forget(record)
+            if self._shared is not None:
+                try:
+                    await self._shared.remove(record.owner, peer_id)
+                except UnavailableError as exc:
+                    self._note_away(exc)
+
     def census(self) -> Census:
         """See `PeerDirectory.census`."""
         return self.directory.census()

@@ -20,6 +20,9 @@ def _check_distributed_url(url: str) -> str:
     return url
 
 
+DistributedUrlText = Annotated[str, AfterValidator(_check_distributed_url)]
+
+
 class DrainBody(BaseModel):
     """How far a peer is on its way to its end; `total` is the sum of the other numbers."""
 
@@ -43,7 +46,7 @@ class AnnounceBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     incarnation: int = Field(ge=0, lt=1 << 63, description="Rises with every start of the peer.")
-    distributed_url: Annotated[str, AfterValidator(_check_distributed_url)] = Field(description="lm://host:port")
+    distributed_url: DistributedUrlText = Field(description="lm://host:port")
     kind: PeerKind = "sidecar"
     zone: TopologyName = ""
     node: TopologyName = ""

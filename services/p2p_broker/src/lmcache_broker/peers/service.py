@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import CapacityError
-from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus
+from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus, parse_distributed_url
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError, NotFoundError
 
@@ -90,6 +90,9 @@ class PeerDirectory:
             record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
             record.draining = record.draining or draining
         record.drain = drain
+        sighted = self._records.get((SHARED_OWNER, peer.id))
+        if sighted is not None and sighted is not record and sighted.peer.incarnation == 0:
+            self.forget(sighted)
         return Lease(ttl_ms, record.draining)
 
     def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
@@ -126,6 +129,44 @@ class PeerDirectory:
         record = self.require(principal, peer_id)
         record.draining = True
         return record.status(self._clock())
+
+    def sight(self, owner: str, peer: Peer, ttl_s: float) -> None:
+        """A peer was seen from outside. If it has registered, that counts and this does not.
+
+        Args:
+            owner: Whom it belongs to until it registers.
+            peer: With the incarnation 0, which any registration beats.
+            ttl_s: How long that holds.
+
+        Raises:
+            CapacityError: It is new and the directory, or its owner's share, is full.
+        """
+        now_s = self._clock()
+        if any(record.peer.incarnation > 0 for record in self.at(peer.id, peer.distributed_url)):
+            sighted = self._records.get((owner, peer.id))
+            if sighted is not None and sighted.peer.incarnation == 0:
+                self.forget(sighted)
+            return
+        key = (owner, peer.id)
+        known = self._live(key, now_s)
+        if known is None:
+            self._make_room(owner, now_s)
+            self._records[key] = PeerRecord(peer, owner, 0.0, False, now_s + ttl_s)
+        elif known.peer.incarnation == 0:
+            known.peer, known.lease_ends_s = peer, now_s + ttl_s
+
+    def at(self, peer_id: str, distributed_url: str) -> list[PeerRecord]:
+        """Live peers of that id, of whatever owner, whose address has that host: two tenants may have peers of one name."""
+        now_s, host = self._clock(), parse_distributed_url(distributed_url).host
+        return [
+            record
+            for key, record in self._records.items()
+            if key[1] == peer_id and self._live(key, now_s) and parse_distributed_url(record.peer.distributed_url).host == host
+        ]
+
+    def forget(self, record: PeerRecord) -> None:
+        """A peer is gone, whatever its lease says."""
+        self._records.pop((record.owner, record.peer.id), None)
 
     def note_drain(self, principal: Principal, peer_id: str) -> None:
         """Others have asked the peer to drain that `principal` announced."""

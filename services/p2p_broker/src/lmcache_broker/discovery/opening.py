@@ -1,0 +1,92 @@
+"""Makes, opens and closes what the settings ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import ConfigError
+
+from lmcache_broker.discovery.service import Discovery
+from lmcache_broker.discovery.settings import DiscoverySettings
+from lmcache_broker.discovery.sighting import Sighting
+from lmcache_broker.discovery.watch import ClusterOptions, EndpointWatch
+from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.peers.service import SHARED_OWNER
+
+POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_STEP_S: Final = 0.001
+"""Between two lists or watches; what they have to wait for, they wait for themselves."""
+
+
+class Discovering:
+    """The work of a discovery, while it is open.
+
+    Args:
+        discovery: What it brings peers to.
+        watch: Where they come from; None for a list that never changes.
+
+    Attributes:
+        discovery: See above.
+        watch: See above.
+    """
+
+    def __init__(self, discovery: Discovery, watch: EndpointWatch | None) -> None:
+        self.discovery = discovery
+        self.watch = watch
+        self._tasks = TaskSupervisor("broker-discovery", max_tasks=2)
+
+    async def open(self) -> None:
+        """Begin. Does not wait for the cluster.
+
+        Raises:
+            ConfigError: There is no cluster here, or a file cannot be read.
+        """
+        if self.watch is not None:
+            await self.watch.open()
+            self._tasks.repeat("watch", self.watch.follow, _STEP_S)
+        self._tasks.repeat("apply", self.discovery.keep, _STEP_S)
+
+    async def close(self) -> None:
+        """End the work and the connections. Idempotent."""
+        await self._tasks.close()
+        if self.watch is not None:
+            await self.watch.close()
+
+
+async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) -> Discovering | None:
+    """What the settings ask for, not opened; None where peers are known by their registrations alone.
+
+    Raises:
+        ConfigError: The namespace is not given, and this is no pod.
+    """
+    if settings.discovery == "registration":
+        return None
+    discovery = Discovery(registry, settings.discovery_tenant or SHARED_OWNER)
+    if settings.discovery == "static":
+        peers = settings.static_peers
+        discovery.see({peer.id: Sighting(peer.id, peer.distributed_url, peer.kind, peer.zone, peer.node) for peer in peers})
+        return Discovering(discovery, None)
+    assert settings.kubernetes_service is not None, "the settings have checked it"
+    namespace = settings.kubernetes_namespace
+    if namespace is None:
+        namespace = await asyncio.to_thread(_pod_namespace)
+    options = ClusterOptions(
+        settings.kubernetes_service,
+        namespace,
+        settings.kubernetes_port,
+        settings.kubernetes_port_name,
+        settings.kubernetes_api_url,
+        settings.kubernetes_token_file,
+        settings.kubernetes_ca_file,
+    )
+    return Discovering(discovery, EndpointWatch(options, discovery.see))
+
+
+def _pod_namespace() -> str:
+    try:
+        return POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    except OSError as exc:
+        raise ConfigError(f"kubernetes_namespace is not set, and this is no pod ({POD_NAMESPACE_FILE} cannot be read): set it") from exc

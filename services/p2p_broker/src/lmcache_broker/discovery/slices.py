@@ -1,0 +1,84 @@
+"""EndpointSlices, as the Kubernetes API writes them, to sightings."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from lmcache_core.p2p import parse_distributed_url
+from lmcache_core.security import validate_instance_id
+
+from lmcache_broker.discovery.sighting import Sighting
+
+MAX_SLICES: Final = 4096
+
+
+class SliceTable:
+    """The slices of one service. What cannot be read in them is passed over: a newer API may say things that we do not know.
+
+    Args:
+        port: Of lm://, where a slice names no port called `port_name`.
+        port_name: The slice's port to take.
+    """
+
+    def __init__(self, port: int, port_name: str) -> None:
+        self._port = port
+        self._port_name = port_name
+        self._slices: dict[str, Mapping[str, Any]] = {}
+
+    def replace(self, items: list[Mapping[str, Any]]) -> None:
+        """These are all of them."""
+        self._slices = {name: item for item in items[:MAX_SLICES] if (name := _name_of(item))}
+
+    def apply(self, kind: str, item: Mapping[str, Any]) -> None:
+        """One was added, modified or deleted."""
+        name = _name_of(item)
+        if kind == "DELETED":
+            self._slices.pop(name, None)
+        elif kind in ("ADDED", "MODIFIED") and name and (name in self._slices or len(self._slices) < MAX_SLICES):
+            self._slices[name] = item
+
+    def sightings(self) -> dict[str, Sighting]:
+        """Peers by id. One that two slices name, as happens while it moves from one to the other, is there if it is in either."""
+        found: dict[str, Sighting] = {}
+        for item in self._slices.values():
+            for sighting in self._of(item):
+                known = found.get(sighting.id)
+                if known is None or (sighting.is_ready and not known.is_ready):
+                    found[sighting.id] = sighting
+        return found
+
+    def _of(self, item: Mapping[str, Any]) -> Iterator[Sighting]:
+        ports = {port.get("name"): port.get("port") for port in item.get("ports") or ()}
+        port = ports.get(self._port_name) or self._port
+        for endpoint in item.get("endpoints") or ():
+            conditions, target = endpoint.get("conditions") or {}, endpoint.get("targetRef") or {}
+            addresses = endpoint.get("addresses") or ()
+            if target.get("kind") != "Pod" or not addresses:
+                continue
+            is_leaving = conditions.get("terminating") is True
+            try:
+                url = _url(str(addresses[0]), int(port))
+                instance = validate_instance_id(str(target.get("name", "")))
+            except ValueError:
+                continue
+            yield Sighting(
+                instance,
+                url,
+                zone=str(endpoint.get("zone") or ""),
+                node=str(endpoint.get("nodeName") or ""),
+                is_ready=conditions.get("ready") is not False and not is_leaving,
+                is_leaving=is_leaving,
+            )
+
+
+def _name_of(item: Mapping[str, Any]) -> str:
+    return str((item.get("metadata") or {}).get("name") or "")
+
+
+def _url(address: str, port: int) -> str:
+    host = f"[{address}]" if isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address) else address
+    url = f"lm://{host}:{port}"
+    parse_distributed_url(url)
+    return url
