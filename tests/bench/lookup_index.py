@@ -169,7 +169,7 @@ def _balance_row(masters: Sequence[RedisServer]) -> Sequence[str]:
     counts = []
     for server in masters:
         with server.client() as client:
-            counts.append(sum(1 for _ in client.scan_iter(match="lmc:{b:*")))
+            counts.append(sum(1 for _ in client.scan_iter(match="lmc2:{b:*")))
     return ("cluster: buckets of its masters", " / ".join(str(count) for count in counts), "", "by hash tags that divide the slots evenly")
 
 

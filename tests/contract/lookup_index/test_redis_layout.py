@@ -17,11 +17,12 @@ from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
 from lmcache_lookup.index.packing import PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS
+from lmcache_lookup.index.redis_sweeper import SWEEP_PAGE_CHUNKS
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 
 CHUNK = bytes.fromhex("0a3f" + "11" * 14)
-KEY = "lmc:{b:02b0}:acme"
+KEY = "lmc2:{b:02b0}:acme"
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ async def index(server: RedisServer, raw: redis.Redis) -> AsyncIterator[RedisInd
 
 def number_of(raw: redis.Redis, field: str = "acme/a") -> int:
     """The instance's, from its lease."""
-    number: int = json.loads(raw.hget("lmc:{i}:leases", field))[0]
+    number: int = json.loads(raw.hget("lmc2:{i}:leases", field))[0]
     return number
 
 
@@ -64,7 +65,7 @@ async def test_a_store_lies_where_the_layout_says(index: RedisIndex, raw: redis.
     assert abs(number - time.time()) < 60
     assert raw.hgetall(KEY) == {CHUNK: pack_holder(PackedHolder(number, 7, 5, "hot"))}
     assert 0 < raw.ttl(KEY) <= 86_400
-    assert raw.smembers("lmc:{i}:tenants") == {b"acme"}
+    assert raw.smembers("lmc2:{i}:tenants") == {b"acme"}
 
 
 async def test_what_another_replica_wrote_is_read(index: RedisIndex, raw: redis.Redis) -> None:
@@ -89,7 +90,7 @@ async def test_a_bucket_of_another_type_is_unavailability(index: RedisIndex, raw
 
 
 async def test_leases_that_are_not_ours_are_unavailability(index: RedisIndex, raw: redis.Redis) -> None:
-    raw.hset("lmc:{i}:leases", "acme/a", b"not json")
+    raw.hset("lmc2:{i}:leases", "acme/a", b"not json")
     with pytest.raises(UnavailableError):
         await index.instances("acme")
 
@@ -160,3 +161,17 @@ def test_every_exception_of_the_client_library_is_mapped() -> None:
     kinds = [kind for _, kind in inspect.getmembers(redis.exceptions, inspect.isclass) if issubclass(kind, Exception)]
     assert len(kinds) > 20
     assert not [kind for kind in kinds if not issubclass(kind, CLIENT_ERRORS) and kind.__name__ not in unused]
+
+
+async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Redis) -> None:
+    await index.renew("acme", LeaseClaim("a", 7, "sidecar", 60_000))
+    chunk_ids = [b"\0" + number.to_bytes(15, "big") for number in range(4000)]
+    for first in range(0, len(chunk_ids), 2000):
+        events = [IndexEvent("store", "acme", chunk_id, "hot", 5) for chunk_id in chunk_ids[first : first + 2000]]
+        assert (await index.apply("acme", EventBatch("a", 7, first, events))).next_sequence == first + 2000
+    assert await index.sweep() == 0
+    await index.end("acme", "a")
+    swept = [await index.sweep() for _ in range(40)]
+    assert sum(swept) == len(chunk_ids)
+    assert max(swept) < 2 * SWEEP_PAGE_CHUNKS
+    assert not raw.keys("lmc2:{b:*")

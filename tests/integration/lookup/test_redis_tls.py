@@ -34,7 +34,7 @@ async def redis_over_tls(kind: str, context: ssl.SSLContext, directory: Path) ->
         if kind == "sentinel":
             watched = stack.enter_context(watched_redis(down_after_ms=10_000))
             with watched.master.client() as raw:
-                raw.execute_command("ACL SETUSER", "lookup", "on", f">{PASSWORD}", "+@all", "~lmc:*")
+                raw.execute_command("ACL SETUSER", "lookup", "on", f">{PASSWORD}", "+@all", "~lmc2:*")
             master = await stack.enter_async_context(behind_tls(watched.master.port, context))
             renamed = (watched.master.port, master)
             port = await stack.enter_async_context(behind_tls(watched.sentinel_ports[0], context, renamed=renamed))

@@ -1,12 +1,12 @@
 """How Redis stores the index: names of keys, and the bytes of a bucket's values.
 
 ```
-lmc:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, one after the other
-lmc:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
-lmc:{i}:version        changes with every change of who is alive
-lmc:{i}:numbers        last instance number that was given out
-lmc:{i}:tenants        set of tenants that have buckets
-lmc:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
+lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, one after the other
+lmc2:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
+lmc2:{i}:version        changes with every change of who is alive
+lmc2:{i}:numbers        last instance number that was given out
+lmc2:{i}:tenants        set of tenants that have buckets
+lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
 ```
 The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash tag; its two letters are such that bucket
 k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 NUM_BUCKETS: Final = 64
-LEASES_KEY: Final = "lmc:{i}:leases"
-VERSION_KEY: Final = "lmc:{i}:version"
-NUMBERS_KEY: Final = "lmc:{i}:numbers"
-TENANTS_KEY: Final = "lmc:{i}:tenants"
-NODES_KEY: Final = "lmc:{i}:nodes"
+LEASES_KEY: Final = "lmc2:{i}:leases"
+VERSION_KEY: Final = "lmc2:{i}:version"
+NUMBERS_KEY: Final = "lmc2:{i}:numbers"
+TENANTS_KEY: Final = "lmc2:{i}:tenants"
+NODES_KEY: Final = "lmc2:{i}:nodes"
 
 NUMBER_BYTES: Final = 4
 
@@ -38,7 +38,7 @@ NUMBER_BYTES: Final = 4
 _TAG_LETTERS: Final = (
     "f2bdb0fbfsdrbqajaqbjadfhfkc1fhadbaazfcb1dsfrakbpbkapbzdhb8a1dhbzdifhaqbjcaada0c1b0fbdrbdbcajbddrfidhbkapaabzc0a1fcb1frazaybpazfr"
 )
-_BUCKET_PREFIXES: Final = tuple(f"lmc:{{b:{bucket:02x}{_TAG_LETTERS[2 * bucket : 2 * bucket + 2]}}}:" for bucket in range(NUM_BUCKETS))
+_BUCKET_PREFIXES: Final = tuple(f"lmc2:{{b:{bucket:02x}{_TAG_LETTERS[2 * bucket : 2 * bucket + 2]}}}:" for bucket in range(NUM_BUCKETS))
 
 _HOLDER = struct.Struct("<IQQB")
 
