@@ -12,12 +12,14 @@ from lmcache_core.errors import LMCacheError
 
 from lmcache_ctl.codec.commands import app as codec
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.lookup.commands import app as lookup
 from lmcache_ctl.sidecar.commands import app as sidecar
 
 EXIT_FAILURE = 1
 
 app = typer.Typer(name="lmcachectl", add_completion=False, no_args_is_help=True, help="The command line of the shared KV cache.")
 app.add_typer(codec, name="codec")
+app.add_typer(lookup, name="lookup")
 app.add_typer(sidecar, name="sidecar")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 DEFAULT_SIDECAR_URL = "http://127.0.0.1:8083"
+DEFAULT_LOOKUP_URL = "http://127.0.0.1:8081"
 
 
 def _checked_url(url: str) -> str:
@@ -17,4 +18,5 @@ def _checked_url(url: str) -> str:
 
 
 SidecarUrl = Annotated[str, typer.Option("--url", help="REST address of a sidecar.", callback=_checked_url)]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token to show; needed where the sidecar wants one.")]
+LookupUrl = Annotated[str, typer.Option("--url", help="REST address of the lookup service.", callback=_checked_url)]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token to show; needed where the service wants one.")]

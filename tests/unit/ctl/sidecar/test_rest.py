@@ -11,8 +11,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from lmcache_ctl import rest
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.sidecar import rest
 from lmcache_ctl.sidecar.rest import STANDARD_INPUT, Sidecar, read_token_ids
 
 ANSWERS = {

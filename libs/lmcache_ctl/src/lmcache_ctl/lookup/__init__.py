@@ -1,0 +1,1 @@
+"""`lmcachectl lookup`: who holds which chunk, by the lookup service."""
