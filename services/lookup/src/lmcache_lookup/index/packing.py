@@ -22,7 +22,7 @@ k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 NUM_BUCKETS: Final = 64
@@ -55,6 +55,11 @@ class PackedHolder(NamedTuple):
 def bucket_of(chunk_id: bytes) -> int:
     """Which of the 64 buckets a chunk lies in."""
     return chunk_id[0] >> 2
+
+
+def buckets_of(chunk_ids: Sequence[bytes]) -> list[int]:
+    """`bucket_of` for many."""
+    return [chunk_id[0] >> 2 for chunk_id in chunk_ids]
 
 
 def bucket_key(tenant: str, bucket: int) -> str:

@@ -7,7 +7,6 @@ version changed or a lease in it may have run out.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -38,7 +37,7 @@ from lmcache_lookup.index.packing import (
     TENANTS_KEY,
     VERSION_KEY,
     bucket_key,
-    bucket_of,
+    buckets_of,
     lease_field,
     unpack_holders,
 )
@@ -175,7 +174,7 @@ class RedisIndex(LookupIndex):
         """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
         buckets = _by_bucket(tenant, chunk_ids)
         commands = [Command(VERSION_KEY, ("GET", VERSION_KEY))]
-        commands += [Command(key, ("HMGET", key, *(chunk_ids[place] for place in inside))) for key, inside in buckets.items()]
+        commands += [Command(key, ("HMGET", key, *[chunk_ids[place] for place in inside])) for key, inside in buckets.items()]
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
@@ -224,10 +223,10 @@ def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
 
 def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> dict[str, list[int]]:
     """A bucket's key -> positions in `chunk_ids`."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
-    for place, chunk_id in enumerate(chunk_ids):
-        places[bucket_of(chunk_id)].append(place)
-    return {bucket_key(tenant, bucket): inside for bucket, inside in places.items()}
+    places: list[list[int]] = [[] for _ in range(NUM_BUCKETS)]
+    for place, bucket in enumerate(buckets_of(chunk_ids)):
+        places[bucket].append(place)
+    return {bucket_key(tenant, bucket): inside for bucket, inside in enumerate(places) if inside}
 
 
 def _to_every_bucket(name: str, tenant: str) -> list[Command]:
