@@ -96,6 +96,13 @@ def test_rest_with_the_role_client_does_nothing_of_an_admins(guarded: Guarded, n
                 assert (answer.status_code, answer.json()["type"]) == (403, "urn:lmcache:problem:forbidden"), path
 
 
+@pytest.mark.parametrize("name", REST_NAMES)
+def test_a_kubelet_needs_no_certificate(guarded: Guarded, name: str) -> None:
+    url = f"http://127.0.0.1:{guarded.services[name].ports['health_port']}"
+    assert [httpx.get(url + path, trust_env=False).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 200]
+    assert [httpx.get(url + path, trust_env=False).status_code for _, path, _ in CALLS[name]] == [404] * len(CALLS[name])
+
+
 def test_the_house_works_behind_its_doors(guarded: Guarded) -> None:
     """What a sidecar and a storage say to lookup and broker, and the sidecar to the storage, is encrypted and shown a token."""
     with guarded.rest("sidecar", TOKENS["acme"]) as client:

@@ -63,6 +63,8 @@ def test_options_and_defaults() -> None:
         "rate_limit_per_tenant",
         "instance_id",
         "shutdown_grace_s",
+        "health_host",
+        "health_port",
         "tls_ca_file",
         "tls_client_cert_file",
         "tls_client_key_file",

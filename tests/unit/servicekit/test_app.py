@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_servicekit import metrics
@@ -119,3 +120,16 @@ def test_secret_files(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="empty"):
         read_secret_file(path, "token_file")
+
+
+async def test_probes_have_a_listener_of_their_own_that_asks_for_nothing(tmp_path: Path) -> None:
+    settings = SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0)
+    app = create_app(settings)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://127.0.0.1:{service_state(app).ports['health_port']}"
+        assert [(await client.get(url + path)).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 200]
+        assert (await client.get(f"{url}/v1/things/1")).status_code == 404
+    taken = create_app(SampleSettings(health_port=1, health_host="192.0.2.1"))
+    with pytest.raises(ConfigError, match=r"health_host='192\.0\.2\.1', health_port=1"):
+        async with taken.router.lifespan_context(taken):
+            pass

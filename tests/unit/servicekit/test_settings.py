@@ -32,6 +32,8 @@ def test_the_list_of_common_options_is_known() -> None:
         "allow_anonymous",
         "allow_plaintext",
         "auth_tokens_file",
+        "health_host",
+        "health_port",
         "host",
         "instance_id",
         "log_format",

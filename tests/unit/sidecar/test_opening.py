@@ -58,7 +58,7 @@ async def test_it_waits_for_room_with_its_probes_up(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(opening, "open_arena", volume.open)
     monkeypatch.setattr(opening, "wait_before_retry", look)
-    async with opening.lifespan(app):
+    async with app.router.lifespan_context(app):
         assert volume.attempts == 3
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{state.ports['health_port']}") as client:
             assert (await client.get("/readyz")).status_code == 200

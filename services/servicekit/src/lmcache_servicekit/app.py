@@ -17,6 +17,7 @@ from lmcache_servicekit.audit import AuditMiddleware
 from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
 from lmcache_servicekit.health import HealthRegistry, create_health_router
 from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
+from lmcache_servicekit.probe_server import ProbeServer
 from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
 from lmcache_servicekit.settings import ServiceSettings
 from lmcache_servicekit.state import ServiceState, service_state
@@ -127,6 +128,22 @@ def create_service_app(
     return app
 
 
+@asynccontextmanager
+async def _probes_of(state: ServiceState) -> AsyncIterator[None]:
+    """First of all, so that a kubelet sees a living process while the rest is still opened."""
+    settings = state.settings
+    if settings.health_port is None:
+        yield
+        return
+    probes = ProbeServer(state, settings.health_host, settings.health_port)
+    await probes.open()
+    state.ports["health_port"] = probes.port
+    try:
+        yield
+    finally:
+        await probes.close()
+
+
 def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -140,7 +157,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
         if not tokens.is_anonymous:
             supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
         try:
-            async with lifespan(app), contextlib.AsyncExitStack() as more:
+            async with _probes_of(state), lifespan(app), contextlib.AsyncExitStack() as more:
                 if state.siblings is not None:
                     await state.siblings.open()
                     more.push_async_callback(state.siblings.close)

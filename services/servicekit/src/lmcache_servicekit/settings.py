@@ -51,6 +51,9 @@ class ServiceSettings(BaseSettings):
         rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process; None: as many as come.
         instance_id: Name of this process among its peers.
         shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
+        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a kubelet that cannot reach the other port, or
+            has no certificate to show there.
+        health_port: Its port; none for no such listener.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
@@ -68,6 +71,8 @@ class ServiceSettings(BaseSettings):
     rate_limit_per_tenant: float | None = Field(default=None, gt=0, le=MAX_RATE_PER_S)
     instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(default_factory=socket.gethostname)
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
+    health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    health_port: Port | None = None
 
     @classmethod
     def settings_customise_sources(

@@ -40,7 +40,6 @@ from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.load import machine_load
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.parts import SidecarParts
-from lmcache_sidecar.probe_server import ProbeServer
 from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
@@ -87,7 +86,7 @@ class _Opening:
             if directory in used:
                 make_private(directory)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
-        await self._open_probes()
+        self._state.health.add("arena", _no_arena_yet)  # probes are answered while the arena is still waited for
         keeper = await self._open_arena()
         self._exits.callback(keeper.close)
         arena = keeper.arena
@@ -144,17 +143,6 @@ class _Opening:
         parts = SidecarParts(settings, keeper, stack, tiers, socket_server, drain, pins, explainer, context.descriptions)
         drain.when_it_begins(parts.begin_drain)
         return parts
-
-    async def _open_probes(self) -> None:
-        """First of all, so that a kubelet sees a living process while the arena is still waited for."""
-        settings = self._settings
-        if settings.health_port is None:
-            return
-        probes = ProbeServer(self._state, settings.health_host, settings.health_port)
-        await probes.open()
-        self._exits.push_async_callback(probes.close)
-        self._state.ports["health_port"] = probes.port
-        self._state.health.add("arena", _no_arena_yet)
 
     async def _open_arena(self) -> ArenaKeeper:
         """Open the arena; where it has to be a new one while engines still map that of an earlier start, its volume may be full: wait.

@@ -91,8 +91,6 @@ class SidecarSettings(TierSettings):
         drain_timeout_s: How long it may take at the end to finish pending writes and to hand on what only this sidecar holds, seconds.
         accept_handover: Whether peers that end may hand over their chunks to this sidecar. By default, if peers show tokens: whoever may
             put chunks decides what engines load.
-        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, for a kubelet that cannot reach loopback.
-        health_port: Its port; none for no such listener.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_SIDECAR_")
@@ -124,8 +122,6 @@ class SidecarSettings(TierSettings):
     tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
     accept_handover: bool = Field(default_factory=_accepts_handover)
-    health_host: str = "127.0.0.1"
-    health_port: Port | None = None
 
     @field_validator("arena_mode", mode="before")
     @classmethod

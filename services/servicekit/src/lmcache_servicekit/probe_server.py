@@ -1,6 +1,7 @@
 """A second listener for `/healthz`, `/readyz` and `/metrics` alone.
 
-The sidecar's REST stays on loopback, where a kubelet or Prometheus cannot reach it; this listener may stand on the pod's address.
+A kubelet or Prometheus may not reach what a service listens on, or may have no certificate to show there; this listener may stand on the
+pod's address, is never encrypted, and asks for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
+
 from lmcache_servicekit.health import create_health_router
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.metrics import create_metrics_router
@@ -55,9 +57,11 @@ class ProbeServer:
         """
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.include_router(create_health_router(self._state.health))
-        app.include_router(create_metrics_router(self._state.registry))
+        app.include_router(create_metrics_router(self._state.registry, lambda: self._state.siblings))
         listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._state.siblings is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # any of the workers may answer
         try:
             listener.bind((self._host, self._wanted_port))
         except OSError as exc:
