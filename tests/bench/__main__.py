@@ -30,6 +30,7 @@ from tests.bench import (
     questions,
     redis_tier,
     report,
+    storage_rest,
     vllm_part,
 )
 from tests.bench.measure import ROUNDS, Figure
@@ -155,8 +156,16 @@ def measure_lookup_rest(bench: Bench, console: Console, machine: str) -> None:
     report.rewrite(DOCUMENT, "lookup-rest", f"Machine: {machine}.", [section.as_markdown() for section in found])
 
 
+def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
+    """cache_storage over REST, beside lm://."""
+    found = storage_rest.measure(bench.run, bench.directory)
+    for section in found:
+        section.show(console)
+    report.rewrite(DOCUMENT, "storage-rest", with_rounds(machine), [section.as_markdown() for section in found])
+
+
 PARTS = {"tiers": measure_tiers, "codecs": measure_codecs, "lookup": measure_lookup}
-BY_NAME = {"lookup_rest": measure_lookup_rest, "vllm": measure_vllm}
+BY_NAME = {"lookup_rest": measure_lookup_rest, "storage_rest": measure_storage_rest, "vllm": measure_vllm}
 """Parts that are measured only when they are asked for: they need more than `make bench` has installed."""
 
 
