@@ -27,13 +27,13 @@ from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import RedisServer
 
 SEED = 20_261_121
-TTL_S = 3.0
+TTL_S = 2.0
 TIMING = ReporterTiming(ttl_ms=int(TTL_S * 1000), gather_s=0.0, retry_s=0.05, max_retry_s=0.5)
 READ_TIMEOUT_S = 0.1
 OPTIONS = RedisIndexOptions(read_timeout_s=READ_TIMEOUT_S, write_timeout_s=0.8)
 NUM_INSTANCES = 4
 NUM_CHUNKS = 400
-LOAD_S = 1.0
+LOAD_S = 0.5
 LOST_S = 0.5
 """What was acknowledged in so long before the end is certainly lost."""
 MOST_UNKNOWN_S = 12.0
