@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.testing.backend_suite import payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import LmClient
 
 from tests.fixtures.replicas import Replicas, replicas, url_keys
 
@@ -160,3 +162,41 @@ async def test_a_drain_on_request_tells_how_far_it_is_and_reads_go_on(tmp_path: 
         assert make_key("more").key.to_url() in await made.held(0)
         assert await made.stop(1) == [0]
         assert [is_right(key, got) for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)] == [True] * len(KEYS)
+
+
+TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "servers": "servers-token-0123456789"}
+
+
+def secure(directory: Path, role: str) -> dict[str, Path]:
+    """Tokens of two clients, and of the servers, in that role; options for the servers."""
+    entries = [
+        f"- {{name: {name}, tenant: {name}, role: {role if name == 'servers' else 'client'}, "
+        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
+        for name, token in TOKENS.items()
+    ]
+    (directory / "tokens.yaml").write_text("tokens:\n" + "\n".join(entries))
+    (directory / "token").write_text(TOKENS["servers"])
+    return {"auth_tokens_file": directory / "tokens.yaml", "service_token_file": directory / "token"}
+
+
+@pytest.mark.parametrize("role", ["admin", "client"])
+async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(tmp_path: Path, role: str) -> None:
+    async with replicas(tmp_path, 2, tenant="servers", hand_over_on_stop=True, **secure(tmp_path, role)) as (made, _):
+        await made.start(0, 1)
+        expected = {"acme": b"of acme" * 100, "rival": b"of rival" * 100, "servers": b"of the servers" * 100}
+        for name, payload in expected.items():
+            client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[name])
+            assert await client.put([make_chunk("x", payload=payload)]) == [True]
+            await client.close()
+        leaving = made.services[1]
+        async with asyncio.timeout(10):
+            while "storage-0, storage-1" not in leaving.output:
+                await asyncio.sleep(0.05)
+        assert await made.stop(1) == [0]
+        for name, payload in expected.items():
+            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[name])
+            [got] = await client.get([make_key("x")], made.allocate)
+            await client.close()
+            moves = role == "admin" or name == "servers"
+            assert payload_of(got) == (payload if moves else MissReason.NEVER_STORED)
+        assert not any(token in leaving.output for token in TOKENS.values())
