@@ -232,6 +232,17 @@ async def test_a_server_that_comes_back_empty_is_noticed_with_the_next_renewal(
     await index.end("acme", "b")
 
 
+async def test_what_a_lost_lease_left_behind_is_nobody_elses(cluster: RedisClusterServers, index: RedisIndex) -> None:
+    """Entries on other servers outlive the table that said whose they are."""
+    await join(index, "a")
+    await index.apply("acme", EventBatch("a", 1, 0, stores()))
+    await restart(cluster.servers[lease_server(cluster)])
+    assert await at_last(lambda: join(index, "b")) == LeaseState(0, False)
+    assert await at_last(lambda: num_held(index)) == 0
+    assert await join(index, "a") == LeaseState(0, False)
+    assert await num_held(index) == 0
+
+
 async def test_a_cluster_that_cannot_be_reached_is_unavailability() -> None:
     index = RedisIndex("redis-cluster://127.0.0.1:1", HURRIED)
     with pytest.raises(UnavailableError):
