@@ -19,6 +19,7 @@ from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import LmClient
 
 from tests.fixtures.replicas import Replicas, replicas, url_keys
+from tests.fixtures.service_process import running_service
 
 CHUNK_BYTES = 50_000
 KEYS = [make_key(i) for i in range(80)]
@@ -200,3 +201,14 @@ async def test_chunks_of_all_tenants_move_if_the_servers_are_admins(tmp_path: Pa
             moves = role == "admin" or name == "servers"
             assert payload_of(got) == (payload if moves else MissReason.NEVER_STORED)
         assert not any(token in leaving.output for token in TOKENS.values())
+
+
+async def test_servers_find_one_another_through_the_broker(tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    with running_service("lmcache_broker", tmp_path / "broker", {"LMCACHE_BROKER_PORT": "0"}) as broker:
+        async with replicas(tmp_path, 2, broker_url=broker.url) as (made, tier):
+            made.replicas_url = None
+            await started(made, tier, 0, 1)
+            await put(tier)
+            assert await made.stop(1) == [0]
+            assert [is_right(key, got) for key, got in zip(KEYS, await read(made, tier, KEYS), strict=True)] == [True] * len(KEYS)
