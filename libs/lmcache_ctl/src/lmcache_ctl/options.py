@@ -19,4 +19,11 @@ def _checked_url(url: str) -> str:
 
 SidecarUrl = Annotated[str, typer.Option("--url", help="REST address of a sidecar.", callback=_checked_url)]
 LookupUrl = Annotated[str, typer.Option("--url", help="REST address of the lookup service.", callback=_checked_url)]
+Tls = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CA[,CERT[,KEY]]",
+        help="For https: file with the authorities to trust, and where the service asks for it the certificate to show and its key (PEM).",
+    ),
+]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token to show; needed where the service wants one.")]

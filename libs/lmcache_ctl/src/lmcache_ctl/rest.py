@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+from lmcache_core.security import TlsFiles, client_context
+from lmcache_core.wire.bearer import context_for
 
 from lmcache_ctl.errors import CtlError
 
@@ -22,12 +25,17 @@ class RestService:
         name: What it is, for people.
         url: Its REST address.
         token_file: Holds the token to show; None for none.
+        tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine trusts.
+
+    Raises:
+        ConfigError: One of them cannot be read or does not fit.
     """
 
-    def __init__(self, name: str, url: str, token_file: Path | None) -> None:
+    def __init__(self, name: str, url: str, token_file: Path | None, tls: str | None = None) -> None:
         self._name = name
         self._url = url.rstrip("/")
         self._token_file = token_file
+        self._context = tls_context(url, tls)
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer's JSON.
@@ -37,7 +45,7 @@ class RestService:
         """
         headers = self._headers()
         try:
-            with httpx.Client(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+            with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=self._context, trust_env=False) as client:
                 status, data = self._read(client, method, path, body)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise CtlError(
@@ -67,6 +75,14 @@ class RestService:
                 if len(data) > MAX_ANSWER_BYTES:
                     raise CtlError(f"{self._url}{path} answered more than {MAX_ANSWER_BYTES} bytes")
             return response.status_code, bytes(data)
+
+
+def tls_context(url: str, tls: str | None) -> ssl.SSLContext:
+    """What a service at that URL is verified with; `tls` as for `RestService`, whose errors it raises."""
+    if tls is None:
+        return context_for(url, None)
+    ca, cert, key = (*(Path(name) if name else None for name in tls.split(",", 2)), None, None)[:3]
+    return context_for(url, client_context(TlsFiles(cert, key, ca)))
 
 
 def _told(problem: dict[str, Any]) -> str:

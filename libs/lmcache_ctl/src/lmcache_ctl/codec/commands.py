@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, TokenFile
+from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, Tls, TokenFile
 from lmcache_ctl.output import Output, OutputFormat, print_json
 
 EXIT_DAMAGED = 1
@@ -30,6 +30,7 @@ def _checked_profiles(profiles: list[str]) -> list[str]:
 def stats(
     url: SidecarUrl = DEFAULT_SIDECAR_URL,
     token_file: TokenFile = None,
+    tls: Tls = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show what the codecs of a sidecar did since its start.
@@ -42,7 +43,7 @@ def stats(
     from lmcache_ctl.codec.stats import fetch_stats
     from lmcache_ctl.codec.tables import print_stats
 
-    found = fetch_stats(url, token_file)
+    found = fetch_stats(url, token_file, tls)
     _print(found, output, print_stats)
 
 

@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.output import MICRO
+from lmcache_ctl.rest import tls_context
 
 TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
@@ -160,12 +161,13 @@ class _Answer(NamedTuple):
     body: bytes
 
 
-def fetch_stats(url: str, token_file: Path | None = None) -> CodecStats:
+def fetch_stats(url: str, token_file: Path | None = None, tls: str | None = None) -> CodecStats:
     """Ask a sidecar.
 
     Args:
         url: Its REST address, `http://host:port`.
         token_file: Holds the token to show it; None for none.
+        tls: See `RestService`.
 
     Raises:
         CtlError: It does not answer, or answers what is not a sidecar's.
@@ -176,7 +178,7 @@ def fetch_stats(url: str, token_file: Path | None = None) -> CodecStats:
         raise CtlError(f"cannot read the token file {token_file}: {exc}") from exc
     base = url.rstrip("/")
     try:
-        with httpx.Client(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=tls_context(url, tls), trust_env=False) as client:
             metrics, tiers = _get(client, f"{base}/metrics"), _get(client, f"{base}/v1/tiers")
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         reason = str(exc) or type(exc).__name__

@@ -7,19 +7,21 @@ from typing import Annotated
 
 import typer
 
-from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, TokenFile
+from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, Tls, TokenFile
 from lmcache_ctl.output import Output, OutputFormat, print_json
 
 app = typer.Typer(no_args_is_help=True, help="A running sidecar: how it is, where chunks are and why they are missing.")
 
 
 @app.command()
-def status(url: SidecarUrl = DEFAULT_SIDECAR_URL, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+def status(
+    url: SidecarUrl = DEFAULT_SIDECAR_URL, token_file: TokenFile = None, tls: Tls = None, output: Output = OutputFormat.TABLE
+) -> None:
     """Show how a sidecar is: its memory, its tiers, who is connected, and how far a drain is."""
     from lmcache_ctl.sidecar.rest import Sidecar
     from lmcache_ctl.sidecar.tables import print_status
 
-    sidecar = Sidecar(url, token_file)
+    sidecar = Sidecar(url, token_file, tls)
     found = {name: sidecar.ask("GET", f"/v1/{name}") for name in ("status", "tiers", "clients")}
     if output is OutputFormat.JSON:
         print_json(found)
@@ -36,6 +38,7 @@ def explain(
     model: Annotated[str | None, typer.Option(help="Only as this model's engines name chunks.")] = None,
     url: SidecarUrl = DEFAULT_SIDECAR_URL,
     token_file: TokenFile = None,
+    tls: Tls = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show where each chunk of a prompt is, and why it is missing where it is not.
@@ -50,7 +53,7 @@ def explain(
     from lmcache_ctl.sidecar.tables import is_rest, print_explanations
 
     asked = {"chunk_hashes": chunk_hashes} if tokens is None else {"token_ids": read_token_ids(tokens)}
-    found = Sidecar(url, token_file).ask("POST", "/v1/explain", asked | ({} if model is None else {"model": model}))
+    found = Sidecar(url, token_file, tls).ask("POST", "/v1/explain", asked | ({} if model is None else {"model": model}))
     if output is OutputFormat.JSON:
         print_json(found)
     else:

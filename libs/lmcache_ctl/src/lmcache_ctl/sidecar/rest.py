@@ -18,10 +18,11 @@ class Sidecar(RestService):
     Args:
         url: Its REST address.
         token_file: Holds the token to show; None for none.
+        tls: See `RestService`.
     """
 
-    def __init__(self, url: str, token_file: Path | None) -> None:
-        super().__init__("sidecar", url, token_file)
+    def __init__(self, url: str, token_file: Path | None, tls: str | None = None) -> None:
+        super().__init__("sidecar", url, token_file, tls)
 
 
 def read_token_ids(path: Path) -> list[int]:
