@@ -39,7 +39,7 @@ class Drain:
         self._chunks = chunks
         self._neighbours = neighbours
         self._mover = mover
-        self._tasks = TaskSupervisor("drain", max_tasks=1)
+        self._tasks = TaskSupervisor("drain", max_tasks=2)
         self._before: list[Callable[[], None]] = []
         self._ended: asyncio.Event | None = None
         self.state = DrainState.SERVING

@@ -1,0 +1,243 @@
+"""Moves between servers: where chunks go, what is counted, and what stays, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Chunk
+from lmcache_core.security import Principal
+from lmcache_core.storage import LocalCPUBackend
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.pin_board import PinBoard
+from lmcache_core.storage.remote.members import Address, Members
+from lmcache_core.storage.remote.rendezvous import home, ranked
+from lmcache_core.storage.served_door import ServedDoor
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.telemetry import Counters
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_storage import metrics
+from lmcache_storage.handover import rebalancer as rebalancing
+from lmcache_storage.handover.door import HandoverDoor
+from lmcache_storage.handover.drain import Drain, num_hottest
+from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover
+from lmcache_storage.handover.neighbours import Neighbours
+from lmcache_storage.handover.progress import DrainState, Moved
+from lmcache_storage.handover.rebalancer import Rebalancer
+
+from tests.fixtures.wire import MemoryStore
+
+ADMIN = Principal("default", "admin", "servers")
+KEYS = [make_key(i) for i in range(40)]
+
+
+class Taking(MemoryStore):
+    """Another server: it may be full, or take nothing."""
+
+    takes = True
+    room = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[ChunkKey] = []
+
+    def allocate(self, num_bytes: int) -> MemoryObj | None:
+        return super().allocate(num_bytes) if self.takes else None
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.room
+
+    async def take_over(self, chunk: Chunk) -> bool:
+        self.order.append(chunk.key)
+        return await self.put(chunk)
+
+
+class Here:
+    """This server, `s-0`, with chunks in memory, and others."""
+
+    def __init__(self, exits: AsyncExitStack, timeout_s: float) -> None:
+        self._exits = exits
+        self.others: dict[str, Taking] = {}
+        self.servers: dict[str, LmServer] = {}
+        self.members = Members(self._find, self._client, "test")
+        self.neighbours = Neighbours(self.members, "s-0", "default")
+        arena = ArenaAllocator.anonymous(4 << 20)
+        self.hot = LocalCPUBackend(arena, create_policy("lru"))
+        self.stack = TierStack(self.hot)
+        self.held = HeldChunks(self.hot, None, None, 1.0)
+        self.counters = Counters()
+        self.mover = Mover(self.held, self.neighbours, self.counters)
+        self.drain = Drain(timeout_s, self.stack, self.held, self.neighbours, self.mover)
+        self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
+        self.door = HandoverDoor(ServedDoor(LocalStore(self.stack, lambda: True)), self.counters, self.held, self.stack)
+        self.rebalancer = Rebalancer(self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True)
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.others[name] = Taking()
+            self.servers[name] = LmServer(self.others[name], lambda token: ADMIN, name=name)
+            await self.servers[name].open()
+            self._exits.push_async_callback(self._end, name)
+        await self.members.refresh()
+
+    async def put(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            chunk = make_chunk(KEYS.index(key), allocate=self.stack.allocate)
+            assert await self.stack.batched_put([chunk]) == [True]
+            chunk.release()
+
+    def counted(self, outcome: str) -> int:
+        return self.counters.value(metrics.MOVED_CHUNKS_TOTAL, label=outcome)
+
+    async def _end(self, name: str) -> None:
+        await self.servers[name].close()
+        self.others[name].clear()
+        self.others[name].arena.check_empty()
+
+    async def _find(self) -> list[Address]:
+        return [Address("127.0.0.1", server.port, "") for server in self.servers.values()]
+
+    def _client(self, address: Address) -> LmClient:
+        return LmClient(address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True))
+
+
+@asynccontextmanager
+async def here(*others: str, timeout_s: float = 10.0) -> AsyncIterator[Here]:
+    async with AsyncExitStack() as exits:
+        made = Here(exits, timeout_s)
+        await made.start(*others)
+        exits.push_async_callback(made.members.close)
+        exits.callback(made.pins.close)
+        exits.push_async_callback(made.drain.close)
+        yield made
+    await made.stack.close()
+    assert made.hot.stats()["arena_used_bytes"] == 0, "a reference was not given back"
+
+
+async def test_a_drain_gives_each_chunk_to_its_home_the_hottest_first() -> None:
+    async with here("s-1", "s-2") as made:
+        await made.put(KEYS)
+        for chunk in made.hot.get_many(KEYS[5:10]):  # these are now the hottest
+            assert chunk is not None
+            chunk.release()
+        await made.drain.run()
+        assert made.drain.moved == Moved(total=40, handed_over=40)
+        assert made.drain.is_complete
+        for key in KEYS:
+            assert [name for name, store in made.others.items() if key in store.chunks] == [home(["s-1", "s-2"], key.key.chunk_id())]
+        for name, store in made.others.items():
+            hottest = {key for key in KEYS[5:10] if home(["s-1", "s-2"], key.key.chunk_id()) == name}
+            assert set(store.order[: len(hottest)]) == hottest
+        assert made.counted("handed_over") == 40
+
+
+async def test_what_is_there_is_not_sent_and_what_is_refused_goes_to_the_second_choice() -> None:
+    async with here("s-1", "s-2", "s-3") as made:
+        await made.put(KEYS)
+        made.others["s-2"].takes = False
+        there = next(key for key in KEYS if home(["s-1", "s-2", "s-3"], key.key.chunk_id()) == "s-1")
+        await made.others["s-1"].put(make_chunk(KEYS.index(there), allocate=made.others["s-1"].arena))
+        made.others["s-1"].chunks[there].release()
+        await made.drain.run()
+        assert made.drain.moved == Moved(total=40, handed_over=39, already_elsewhere=1)
+        for key in KEYS:
+            first, second, _ = ranked(made.others, key.key.chunk_id())
+            assert key in made.others[second if first == "s-2" else first].chunks
+
+
+async def test_one_that_is_dead_or_silent_costs_little_and_its_part_goes_elsewhere() -> None:
+    async with here("s-1", "s-2", "s-3") as made:
+        await made.put(KEYS)
+        await made.servers["s-1"].close()
+        await made.drain.run()
+        assert made.drain.moved == Moved(total=40, handed_over=40)
+        assert not made.others["s-1"].chunks
+
+
+async def test_only_the_hotter_half_pushes_others_out() -> None:
+    async with here("s-1") as made:
+        await made.put(KEYS)
+        made.others["s-1"].room = False
+        await made.drain.run()
+        assert made.drain.moved == Moved(total=40, handed_over=20, failed=20)
+        assert set(made.others["s-1"].chunks) == set(KEYS[20:])  # the last ones that were used
+        made.others["s-1"].room = True
+        await made.drain.run()  # it has left something, so that it tries again
+        assert made.drain.moved == Moved(total=40, handed_over=20, already_elsewhere=20)
+
+
+async def test_nobody_there_leaves_everything_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with here() as made:
+        await made.put(KEYS)
+        await made.drain.run()
+        assert made.drain.moved == Moved(total=40, failed=40)
+        assert "40 that nobody took" in caplog.text
+
+
+async def test_a_drain_ends_in_time_whoever_hangs() -> None:
+    async with here("s-1", timeout_s=0.5) as made:
+        await made.put(KEYS)
+        made.others["s-1"].gate = asyncio.Event()
+        began = asyncio.get_running_loop().time()
+        await made.drain.run()
+        assert asyncio.get_running_loop().time() - began < 5
+        assert made.drain.state is DrainState.DONE
+        assert (made.drain.moved.total, made.drain.moved.left) == (40, 40)
+        made.others["s-1"].gate.set()
+
+
+async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
+    async with here("s-1") as made:
+        await made.put(KEYS)
+        strangers = {key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1"}
+        pinned = sorted(strangers, key=KEYS.index)[0]
+        await made.pins.pin([pinned], 60)
+        for _ in range(rebalancing.STEADY_LOOKS):
+            await made.rebalancer.look()
+            assert not made.others["s-1"].chunks, "it is not quiet yet"
+        await made.rebalancer.look()
+        assert set(made.others["s-1"].chunks) == strangers - {pinned}
+        assert made.hot.contains_many(KEYS) == [True] * 40, "those who read them are not done yet"
+        await asyncio.sleep(0.3)
+        await made.rebalancer.look()
+        assert set(made.hot.keys()) == set(KEYS) - strangers | {pinned}
+
+
+async def test_what_has_no_room_at_home_stays() -> None:
+    async with here("s-1") as made:
+        await made.put(KEYS)
+        made.others["s-1"].room = False
+        for _ in range(rebalancing.STEADY_LOOKS + 2):
+            await made.rebalancer.look()
+        assert not made.others["s-1"].chunks
+        assert made.hot.contains_many(KEYS) == [True] * 40
+
+
+async def test_what_arrives_at_the_wrong_server_moves_on() -> None:
+    async with here("s-1") as made:
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        stranger = next(key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1")
+        chunk = make_chunk(KEYS.index(stranger), allocate=made.stack.allocate)
+        assert await made.door.take_over(chunk)
+        chunk.release()
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        assert set(made.others["s-1"].chunks) == {stranger}
+
+
+def test_the_hotter_half_is_counted_in_bytes() -> None:
+    sized = [(key, 10 if i else 100) for i, key in enumerate(KEYS[:11])]
+    assert num_hottest(sized, 0.5) == 1
+    assert num_hottest(sized[1:], 0.5) == 5
+    assert num_hottest([], 0.5) == 0
+    assert WINDOW_CHUNKS > 1
