@@ -1,0 +1,145 @@
+"""The clients of the core against services that encrypt and want a certificate: remote tiers, peers, lookup and broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.lookup import LookupClient
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.p2p import BrokerClient
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.record import Chunk, Result
+from lmcache_core.security import ClientTls, TokenFile
+from lmcache_core.storage.assembly import create_lower_tiers
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import LmServer
+
+from tests.fixtures.guarded_services import TOKENS, Guarded, secure
+from tests.fixtures.tls import Authority, client_tls, server_tls
+from tests.fixtures.wire import Arena, MemoryStore, anyone
+
+
+def storage_url(guarded: Guarded, scheme: str) -> str:
+    ports = guarded.services["storage"].ports
+    return f"{scheme}://127.0.0.1:{ports['port' if scheme == 'https' else 'lm_port']}"
+
+
+async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
+    arena = ArenaAllocator.anonymous(1 << 20)
+    assert await tier.batched_put([make_chunk(name, tenant="acme")]) == [True]
+    results = await tier.batched_get([make_key(name, "acme")], lambda n: arena.allocate((n,), None))
+    assert [bytes(result.memory.byte_array) for result in results if isinstance(result, Chunk)] == [make_payload(name)]
+    for result in results:
+        if isinstance(result, Chunk):
+            result.release()
+    assert await tier.batched_remove([make_key(name, "acme")]) == 1
+    return results
+
+
+@pytest.mark.parametrize("scheme", ["lm+tls", "https"])
+async def test_remote_tiers(guarded: Guarded, tmp_path: Path, scheme: str) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKENS["acme"])
+    tier = create_remote_backend(storage_url(guarded, scheme), TokenFile(token, "token"), 10.0, tls=guarded.tls)
+    await tier.open()
+    await there_and_back(tier, f"remote-{scheme}")
+    await tier.close()
+    for tls in (None, client_tls(guarded.authority), client_tls(guarded.stranger, guarded.pod)):
+        tier = create_remote_backend(storage_url(guarded, scheme), TOKENS["acme"], 10.0, tls=tls)
+        await tier.open()
+        with pytest.raises(UnavailableError):
+            await tier.batched_contains([make_key("a", "acme")])
+        await tier.close()
+
+
+async def test_the_remote_tier_of_an_embedded_engine(guarded: Guarded, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKENS["acme"] + "\n")
+    options = {
+        "remote_url": storage_url(guarded, "lm+tls"),
+        "remote_token_file": str(token),
+        "remote_tls_ca_file": str(guarded.authority.file),
+        "remote_tls_cert_file": str(guarded.pod.cert),
+        "remote_tls_key_file": str(guarded.pod.key),
+    }
+    (tier,) = create_lower_tiers(LMCacheEngineConfig.from_defaults(**options))
+    await tier.open()
+    await there_and_back(tier, "embedded")
+    await tier.close()
+    with pytest.raises(ConfigError, match="absent"):
+        create_lower_tiers(LMCacheEngineConfig.from_defaults(**options | {"remote_tls_ca_file": str(tmp_path / "absent")}))
+
+
+async def test_a_host_that_is_a_name_is_what_the_certificate_has_to_name(tmp_path: Path) -> None:
+    """Also where the name leads to several addresses, each of which is connected to by its number."""
+    authority = Authority(tmp_path)
+    server = LmServer(MemoryStore(), anyone, name="storage-0")
+    await server.open(server_tls(authority.sign("server", "localhost")))
+    try:
+        for url, is_trusted in ((f"lm+tls://localhost:{server.port}", True), (f"lm+tls://127.0.0.1:{server.port}", False)):
+            tier = create_remote_backend(url, None, 5.0, tls=client_tls(authority))
+            await tier.open()
+            if is_trusted:
+                assert await tier.batched_contains([make_key("a")]) == [False]
+            else:
+                with pytest.raises(UnavailableError):
+                    await tier.batched_contains([make_key("a")])
+            await tier.close()
+    finally:
+        await server.close()
+
+
+async def test_peers_are_spoken_to_as_their_urls_say(tmp_path: Path) -> None:
+    authority, arena = Authority(tmp_path), Arena()
+    stores = {scheme: MemoryStore() for scheme in ("lm", "lm+tls")}
+    servers = {scheme: LmServer(store, anyone) for scheme, store in stores.items()}
+    await servers["lm"].open()
+    await servers["lm+tls"].open(server_tls(authority.sign("server", "peer.example")))
+    pools = {
+        "named": PeerPool("me", "P2PBackend", 5.0, tls=client_tls(authority, name="peer.example")),
+        "unnamed": PeerPool("me", "P2PBackend", 5.0, tls=client_tls(authority)),
+        "untold": PeerPool("me", "P2PBackend", 5.0),
+    }
+    expected = {("named", "lm"), ("named", "lm+tls"), ("unnamed", "lm"), ("untold", "lm")}
+    reached = set()
+    for name, pool in pools.items():
+        for scheme, server in servers.items():
+            client = await pool.client(f"{scheme}://127.0.0.1:{server.port}")
+            try:
+                await client.get([make_key("a")], arena)
+            except UnavailableError:
+                continue
+            reached.add((name, scheme))
+        await pool.close()
+    assert reached == expected
+    for server in servers.values():
+        await server.close()
+
+
+async def test_lookup_and_broker(guarded: Guarded, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKENS["acme"])
+    for tls, is_trusted in ((guarded.tls, True), (client_tls(guarded.stranger, guarded.pod), False)):
+        await ask(guarded, TokenFile(token, "token"), tls, is_trusted)
+
+
+async def ask(guarded: Guarded, token: TokenFile, tls: ClientTls, is_trusted: bool) -> None:
+    lookup = LookupClient(secure(guarded.services["lookup"]), token, 10.0, tls=tls.context)
+    broker = BrokerClient(secure(guarded.services["broker"]), token, 10.0, tls=tls.context)
+    await lookup.open()
+    await broker.open()
+    try:
+        for call in (lookup.lookup([b"1" * 16]), broker.peers()):
+            if is_trusted:
+                await call
+            else:
+                with pytest.raises(UnavailableError):
+                    await call
+    finally:
+        await lookup.close()
+        await broker.close()
