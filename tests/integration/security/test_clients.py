@@ -10,18 +10,18 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient
-from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
 from lmcache_core.security import ClientTls, TokenFile
 from lmcache_core.storage.assembly import create_lower_tiers
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import LmServer
+from lmcache_core.wire import ClientOptions, LmServer
 
 from tests.fixtures.guarded_services import TOKENS, Guarded, secure
 from tests.fixtures.tls import Authority, client_tls, server_tls
-from tests.fixtures.wire import Arena, MemoryStore, anyone
+from tests.fixtures.wire import Arena, MemoryStore, Tenant, anyone
 
 
 def storage_url(guarded: Guarded, scheme: str) -> str:
@@ -119,6 +119,28 @@ async def test_peers_are_spoken_to_as_their_urls_say(tmp_path: Path) -> None:
     assert reached == expected
     for server in servers.values():
         await server.close()
+
+
+@pytest.mark.parametrize("only_encrypted", [False, True])
+async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(tmp_path: Path, only_encrypted: bool) -> None:
+    """Whoever may announce a peer could otherwise collect the tokens of sidecars that hand over their chunks."""
+    authority = Authority(tmp_path)
+    shown: dict[str, str | None] = {}
+
+    def remember(scheme: str, token: str | None) -> Tenant:
+        shown[scheme] = token
+        return Tenant("default")
+
+    context = client_tls(authority).context
+    options = ClientOptions(tls=ClientTls(context, "peer.example", only_encrypted))
+    for scheme, tls in (("lm", None), ("lm+tls", server_tls(authority.sign("server", "peer.example")))):
+        server = LmServer(MemoryStore(), lambda token, scheme=scheme: remember(scheme, token))  # type: ignore[misc]
+        await server.open(tls)
+        client = peer_client(f"{scheme}://127.0.0.1:{server.port}", "the-service-token", options)
+        await client.ping()
+        await client.close()
+        await server.close()
+    assert shown == {"lm": None if only_encrypted else "the-service-token", "lm+tls": "the-service-token"}
 
 
 async def test_lookup_and_broker(guarded: Guarded, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ def shown_token(path: Path | None) -> TokenFile | None:
 def client_tls(settings: TierSettings) -> ClientTls:
     """For `https://` and `lm+tls://`, read again when the files change.
 
+    A service that encrypts, or is told whom to trust, shows its token to no peer that does not encrypt.
+
     Raises:
         ConfigError: A file cannot be read or does not fit.
     """
     files = TlsFiles(settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file)
-    return ClientTls(client_context(files), settings.tls_peer_name)
+    return ClientTls(client_context(files), settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file))

@@ -23,15 +23,18 @@ def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions)
 
     Args:
         distributed_url: Of the peer.
-        token: What it is shown.
+        token: What it is shown. Whoever may announce a peer could have it, so that where `options.tls` says so it is shown to those alone
+            whose certificate was checked.
         options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this machine.
 
     Raises:
         ValueError: Not a distributed URL.
     """
     host, port = parse_distributed_url(distributed_url)
-    tls = (options.tls or ClientTls(client_context())) if is_encrypted(distributed_url) else None
-    return LmClient(host, port, token, replace(options, tls=tls))
+    if is_encrypted(distributed_url):
+        return LmClient(host, port, token, replace(options, tls=options.tls or ClientTls(client_context())))
+    is_hidden = options.tls is not None and options.tls.only_encrypted
+    return LmClient(host, port, None if is_hidden else token, replace(options, tls=None))
 
 
 class PeerPool:

@@ -43,10 +43,12 @@ class ClientTls:
     Attributes:
         context: Whom it trusts, and what it shows.
         name: What the servers' certificates name; None: the host that was connected to.
+        only_encrypted: Whether servers that others have named, such as peers, are shown tokens only where the connection is encrypted.
     """
 
     context: ssl.SSLContext
     name: str | None = None
+    only_encrypted: bool = False
 
 
 class ReloadingContext(ssl.SSLContext):
