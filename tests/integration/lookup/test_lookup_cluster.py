@@ -18,6 +18,8 @@ from tests.fixtures.service_process import ServiceProcess, running_service
 
 CHUNKS = [bytes([place]) * 16 for place in range(0, 256, 4)]
 """One in each bucket."""
+MOST_S = 4.0
+"""A tenth of a second for Redis; the rest is what a busy machine may take."""
 TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
 
 
@@ -49,6 +51,11 @@ async def all_are_held(client: LookupClient) -> bool:
         return False
 
 
+async def nothing_is_held(client: LookupClient) -> bool:
+    answer = await client.lookup(CHUNKS)
+    return not answer.degraded and answer.num_prefix == 0
+
+
 async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = stack.enter_context(running_cluster(node_timeout_ms=1000))
@@ -69,7 +76,7 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 began_at = time.monotonic()
                 answer = await asker.lookup(CHUNKS)
                 assert answer.degraded
-                assert time.monotonic() - began_at < 2
+                assert time.monotonic() - began_at < MOST_S
                 assert not await is_ready(asked)
                 cluster.wait_for_failover(place)
                 await eventually(lambda: all_are_held(asker))
@@ -82,5 +89,6 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 await eventually(lambda: all_are_held(asker))
             finally:
                 await reporter.close()
-            assert (await asker.lookup(CHUNKS)).num_prefix == 0
+            # By its word, or when its lease has run out.
+            await eventually(lambda: nothing_is_held(asker))
         assert "redis-cluster://" not in told.output + asked.output
