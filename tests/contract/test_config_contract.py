@@ -60,6 +60,9 @@ OURS = [
     ("remote_tls_ca_file", None),
     ("remote_tls_cert_file", None),
     ("remote_tls_key_file", None),
+    ("broker_url", None),
+    ("peer_token_file", None),
+    ("peer_ticket_keys_file", None),
 ]
 # A value of each documented option that differs from its default and from all others, where it can.
 PLACED: dict[str, Any] = {

@@ -59,6 +59,7 @@ def test_an_option_like_none_of_ours_is_refused_with_the_list():
         LMCacheEngineConfig.from_defaults(zzz=1)
 
 
+PEERS = {"enable_p2p": True, "lookup_url": "http://l:8081", "broker_url": "http://b:8082", "distributed_url": "lm://127.0.0.1:65433"}
 IMPOSSIBLE = [
     *(("chunk_size", v) for v in (0, -1, 65537, 256.0, "256", True, None)),
     *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
@@ -80,7 +81,8 @@ IMPOSSIBLE = [
     *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling") for v in ("false", 0, None)),
     *((name, v) for name in ("disk_fsync", "save_unfull_chunk") for v in ("false", 0, None)),
     *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
-    *((name, v) for name in ("enable_blending", "enable_p2p") for v in (True, "no")),
+    *(("enable_blending", v) for v in (True, "no")),
+    *((name, v) for name in ("broker_url", "peer_token_file", "peer_ticket_keys_file") for v in (5, False, "", " ")),
     *((f"remote_tls_{name}_file", v) for name in ("ca", "cert", "key") for v in (5, False, "", " ")),
     ("enable_blending", None),
     *(("salt", v) for v in (None, 12345)),
@@ -132,6 +134,9 @@ def test_every_option_refuses_something():
         {"remote_url": "rediss://:p%40ss@[2001:db8::1]:6379/0"},
         {"remote_url": None, "remote_token_file": "/etc/token"},
         {"enable_p2p": False, "lookup_url": "localhost:6379", "distributed_url": "localhost:8200"},
+        PEERS,
+        PEERS | {"distributed_url": "lm://[::1]:65433"},
+        PEERS | {"distributed_url": "lm://10.0.0.1:65433", "peer_ticket_keys_file": "/keys", "peer_token_file": "/token"},
         {"local_disk": None, "max_local_disk_size": 5.0},
         {"sidecar_socket": "/s", "max_local_cpu_size": 20, "lookup_url": "localhost:6379", "save_unfull_chunk": False},
         {"sidecar_socket": "/s", "max_local_cpu_size": 0},
@@ -147,6 +152,9 @@ def test_the_ends_of_the_ranges_are_possible(values):
 
 
 CONTRADICTORY = [
+    *(({**PEERS, name: None}, "set all three") for name in ("lookup_url", "broker_url", "distributed_url")),
+    *((PEERS | {"distributed_url": url}, "at lm://host:port") for url in ("localhost:8200", "lm://h", "lm+tls://h:1", "lm://u:p@h:1")),
+    *((PEERS | {"distributed_url": url}, "set peer_ticket_keys_file") for url in ("lm://10.0.0.1:65433", "lm://pod:65433")),
     ({"local_disk": "file:///cache/"}, "set max_local_disk_size"),
     ({"max_local_cpu_size": 0}, "give it some GB"),
     ({"max_local_cpu_size": 0, "local_cpu": False}, "give it some GB"),
@@ -173,6 +181,10 @@ BESIDE_SIDECAR = {
     "remote_tls_cert_file": ("/cert", "tls_client_cert_file"),
     "remote_tls_key_file": ("/key", "tls_client_key_file"),
     "remote_serde": ("cachegen", "remote_serde"),
+    "enable_p2p": (True, "broker_url"),
+    "broker_url": ("http://b:8082", "broker_url"),
+    "peer_token_file": ("/t", "service_token_file"),
+    "peer_ticket_keys_file": ("/k", "ticket_keys_file"),
     "local_disk_serde": ("cachegen", "disk_serde"),
 }
 
@@ -204,21 +216,11 @@ def test_the_sidecar_has_the_settings_that_errors_name():
     from lmcache_sidecar.settings import SidecarSettings
 
     settings = SidecarSettings.model_fields
-    said = " ".join([*(option.about.beside_sidecar for option in OPTIONS.values()), OPTIONS["enable_p2p"].about.hint])
+    said = " ".join(option.about.beside_sidecar for option in OPTIONS.values())
     named = [word for word in said.replace(",", " ").split() if "_" in word]
     assert named
     assert set(named) <= set(settings)
     assert set(BESIDE_SIDECAR) == {name for name, option in OPTIONS.items() if option.about.beside_sidecar}
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [{}, {"sidecar_socket": "/s"}, {"sidecar_socket": "/s", "lookup_url": "http://l:8081", "distributed_url": "lm://me:65433"}],
-    ids=str,
-)
-def test_peers_are_the_sidecars_in_every_mode(beside):
-    with pytest.raises(ConfigError, match=r"^enable_p2p=True: must be false; .* lookup_url, broker_url and distributed_url, so leave it"):
-        LMCacheEngineConfig.from_defaults(enable_p2p=True, **beside)
 
 
 def test_blending_is_refused_not_ignored():

@@ -121,7 +121,10 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"enable_pd": True}, "enable_pd=True: .*not in this release"),
         ({"pd_role": "sender", "enable_pd": True}, "pd_role='sender': it belongs to enable_pd"),
         ({"enable_p2p": True, "p2p_host": "localhost"}, "p2p_host='localhost': it belongs to enable_p2p"),
-        ({"enable_p2p": True}, "enable_p2p=True: must be false; peers are found and served by the pod's sidecar"),
+        (
+            {"enable_p2p": True},
+            "enable_p2p=True, lookup_url=None, broker_url=None, distributed_url=None: peers are found by lookup and broker",
+        ),
         ({"numa_mode": "auto"}, "numa_mode='auto': bind the process"),
         ({"gds_path": "/mnt/gds"}, "gds_path='/mnt/gds': .*use local_disk"),
         ({"priority_limit": 0}, "priority_limit=0: every request"),

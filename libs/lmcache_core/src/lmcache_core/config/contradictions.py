@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from lmcache_core.config.options import Option
 from lmcache_core.errors import ConfigError
@@ -77,7 +78,43 @@ CONTRADICTIONS = (
         lambda c: c.sidecar_socket is None and c.remote_tls_key_file is not None and c.remote_tls_cert_file is None,
         "a key without its certificate; set remote_tls_cert_file or leave remote_tls_key_file out",
     ),
+    Contradiction(
+        ("enable_p2p", "lookup_url", "broker_url", "distributed_url"),
+        lambda c: c.enable_p2p and c.sidecar_socket is None and not (c.lookup_url and c.broker_url and c.distributed_url),
+        "peers are found by lookup and broker, and reach this engine at its distributed_url; set all three",
+    ),
+    Contradiction(
+        ("enable_p2p", "distributed_url"),
+        lambda c: c.enable_p2p and c.sidecar_socket is None and not _is_lm_address(c.distributed_url or ""),
+        "peers reach an engine at lm://host:port; what has to be encrypted needs a sidecar",
+    ),
+    Contradiction(
+        ("enable_p2p", "distributed_url", "peer_ticket_keys_file"),
+        lambda c: c.enable_p2p and c.sidecar_socket is None and not c.peer_ticket_keys_file and not _is_loopback(c.distributed_url or ""),
+        "other machines reach it, and nothing is asked of them; set peer_ticket_keys_file to the keys that the broker signs with",
+    ),
 )
+
+
+def _is_lm_address(url: str) -> bool:
+    parts = _split(url)
+    return parts is not None and parts.scheme == "lm" and bool(parts.hostname) and not (parts.path or parts.username or parts.query)
+
+
+def _is_loopback(url: str) -> bool:
+    parts = _split(url)
+    try:
+        return parts is not None and ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port else None
+    except ValueError:
+        return None
 
 
 def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Option]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lmcache_core.config.options import DIRECTORY_URL, NON_EMPTY, REMOTE_SERDES, REMOTE_URL, about
 
 _PEERS_ARE_THE_SIDECARS = (
-    "peers are found and served by the pod's sidecar, by its settings lookup_url, broker_url and distributed_url, so leave it false here"
+    "leave it out, peers are found and served by the sidecar, by its settings lookup_url, broker_url and distributed_url"
 )
 
 
@@ -74,13 +74,21 @@ class DocumentedOptions:
     blend_recompute_ratio: float = field(metadata=about("Blending", "Share of the tokens that blending recomputes.", low=0, high=1))
     blend_min_tokens: int = field(metadata=about("Blending", "Shortest prompt that is blended.", unit="tokens", low=0, high=(1 << 31) - 1))
     enable_p2p: bool = field(
-        metadata=about("Peers", "Ask peers for chunks, and serve them.", choices=(False,), hint=_PEERS_ARE_THE_SIDECARS)
+        metadata=about(
+            "Peers",
+            "Ask peers for chunks, and serve them. For an engine without a sidecar; needs `lookup_url`, `broker_url`, `distributed_url`.",
+            beside_sidecar=_PEERS_ARE_THE_SIDECARS,
+        )
     )
     lookup_url: str | None = field(
-        metadata=about("Peers", "Accepted and unused: peers are found by the sidecar's own `lookup_url` and `broker_url`.", form=NON_EMPTY)
+        metadata=about("Peers", "The lookup service, `http://host:port`. Unused without `enable_p2p`.", form=NON_EMPTY)
     )
     distributed_url: str | None = field(
-        metadata=about("Peers", "Accepted and unused: peers reach the pod at the sidecar's own `distributed_url`.", form=NON_EMPTY)
+        metadata=about(
+            "Peers",
+            "Where this engine serves its chunks to peers, `lm://host:port`; it listens there. Unused without `enable_p2p`.",
+            form=NON_EMPTY,
+        )
     )
     error_handling: bool = field(
         metadata=about(

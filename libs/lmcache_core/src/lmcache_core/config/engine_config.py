@@ -151,6 +151,29 @@ class LMCacheEngineConfig(DocumentedOptions):
         ),
     )
 
+    broker_url: str | None = field(
+        default=None,
+        metadata=about("Peers", "The broker, `http://host:port`.", form=NON_EMPTY, beside_sidecar="set the sidecar's broker_url"),
+    )
+    peer_token_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Peers",
+            "File with the bearer token for lookup and broker. Read again when it changes.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's service_token_file",
+        ),
+    )
+    peer_ticket_keys_file: str | None = field(
+        default=None,
+        metadata=about(
+            "Peers",
+            "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then served by ticket alone.",
+            form=NON_EMPTY,
+            beside_sidecar="set the sidecar's ticket_keys_file",
+        ),
+    )
+
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.check(getattr(self, option.name))

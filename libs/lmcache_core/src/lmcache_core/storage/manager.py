@@ -15,9 +15,7 @@ from lmcache_core.errors import LMCacheError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged
-from lmcache_core.storage.assembly import create_lower_tiers
-from lmcache_core.storage.eviction import TierLimits, create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.assembly import create_hot_tier, create_lower_tiers, create_surroundings
 from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S, Staging
@@ -51,9 +49,10 @@ class StorageManager:
     def __init__(
         self, config: LMCacheEngineConfig, memory_allocator: MemoryAllocatorInterface, counters: Counters, workers: Workers | None = None
     ) -> None:
-        self._hot = LocalCPUBackend(memory_allocator, create_policy(config.eviction_policy), limits=TierLimits(ttl_s=config.chunk_ttl_s))
+        self._around = create_surroundings(config)
+        self._hot = create_hot_tier(config, memory_allocator, self._around)
         self._config = config
-        self._lower = create_lower_tiers(config, counters)
+        self._lower = create_lower_tiers(config, counters, self._around)
         self._open_timeout_s = CODECS_OPEN_TIMEOUT_S if {config.remote_serde, config.local_disk_serde} - {None, "naive"} else OPEN_TIMEOUT_S
         self._keep_hot = config.local_cpu
         self._timeout_s = config.tier_timeout_s
@@ -93,7 +92,7 @@ class StorageManager:
             with contextlib.suppress(UnavailableError):
                 self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
             self._loop.close()
-            self._lower = create_lower_tiers(self._config, self._counters)  # a tier is opened once, an engine perhaps again
+            self._lower = create_lower_tiers(self._config, self._counters, self._around)  # a tier is opened once, an engine perhaps again
             self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
@@ -206,9 +205,10 @@ class StorageManager:
             raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
-        stack = TierStack(self._hot, self._lower, keep_hot=self._keep_hot)
+        stack = self._around.make_stack(self._hot, self._lower, keep_hot=self._keep_hot)
         try:
             await stack.open()
+            await self._around.open(stack)
         except BaseException:
             await stack.close()
             raise
@@ -220,6 +220,7 @@ class StorageManager:
 
     async def _close_stack(self, stack: TierStack) -> None:
         await self._tasks.close()
+        await self._around.close()
         await stack.close(self._close_drain_s)
 
     def _start_lift(self, work: Coroutine[Any, Any, None]) -> bool:

@@ -1,0 +1,140 @@
+"""An engine among peers where it has no sidecar: it pulls what they hold, and serves what it holds itself at its `distributed_url`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
+from lmcache_core.lookup import InstanceReporter, LookupClient
+from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, parse_distributed_url
+from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier, TokenFile
+from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.encoding_store import EncodingStore
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.local_store import LocalStore
+from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.wire import LmServer
+
+logger = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_S: Final = 1.0
+RAW: Final = "naive"
+
+
+class Neighbours:
+    """What joins an engine to its peers. Opened and closed on one event loop, as often as the engine is.
+
+    Args:
+        config: With `enable_p2p`, and what goes with it.
+
+    Raises:
+        ConfigError: A file or a URL cannot be read.
+    """
+
+    def __init__(self, config: LMCacheEngineConfig) -> None:
+        assert config.lookup_url is not None, "the config has checked it"
+        assert config.broker_url is not None, "the config has checked it"
+        assert config.distributed_url is not None, "the config has checked it"
+        token = None if config.peer_token_file is None else TokenFile(Path(config.peer_token_file), "peer_token_file")
+        self._url = config.distributed_url
+        self._address = parse_distributed_url(self._url)
+        self._instance = f"{self._address.host}-{self._address.port}".replace(":", "-")
+        self._timeout_s = config.tier_timeout_s
+        self._keys = None if config.peer_ticket_keys_file is None else TicketKeyFile(Path(config.peer_ticket_keys_file))
+        self._lookup = LookupClient(config.lookup_url, token, CLIENT_TIMEOUT_S)
+        self._broker = BrokerClient(config.broker_url, token, CLIENT_TIMEOUT_S)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exits = AsyncExitStack()
+        self._codecs = create_codecs([RAW])
+        self._announcer = TierAnnouncer(DEFAULT_TENANT)
+        self._disk: LocalDiskBackend | None = None
+
+    def make_tiers(self) -> list[StorageBackend]:
+        """The tier that reads from peers, to be opened once."""
+        return [P2PBackend(self._instance, self._lookup, self._broker, PeerPool(self._instance, PEER_TIER, self._timeout_s))]
+
+    def note_disk(self, disk: LocalDiskBackend) -> None:
+        """The engine has a disk tier, to be opened once."""
+        self._disk = disk
+
+    def removed_from(self, tier: str) -> OnRemoved:
+        """What a tier calls, from any thread, with every key that it gives up."""
+        removed = self._announcer.removed_from(tier)
+
+        def soon(key: ChunkKey) -> None:
+            loop = self._loop
+            if loop is not None:
+                with suppress(RuntimeError):  # closed in this moment
+                    loop.call_soon_threadsafe(removed, key)
+
+        return soon
+
+    def make_stack(self, hot: LocalCPUBackend, lower: Sequence[StorageBackend], *, keep_hot: bool) -> TierStack:
+        """A stack that tells of what it keeps, and writes nothing to peers."""
+        written = [tier for tier in lower if tier.name != PEER_TIER]
+        return TierStack(hot, lower, written=written, listener=self._announcer, keep_hot=keep_hot)
+
+    async def open(self, stack: TierStack) -> None:
+        """Serve the local tiers of a stack and become known, in the background. An address that is taken costs only that.
+
+        Args:
+            stack: Open, of `make_stack`.
+        """
+        self._loop = asyncio.get_running_loop()
+        for client in (self._lookup, self._broker):
+            await client.open()
+            self._exits.push_async_callback(client.close)
+        verify = None if self._keys is None else TicketVerifier(self._keys, self._instance).verify
+        await self._codecs.open()
+        self._exits.push_async_callback(self._codecs.close)
+        store = EncodingStore(LocalStore(stack, accepts_puts=_never), self._codecs, RAW)
+        authenticate = _anybody if verify is None else _refuse_without_ticket
+        server = LmServer(store, authenticate, host=self._address.host, port=self._address.port, verify_ticket=verify)
+        try:
+            await server.open()
+        except UnavailableError as exc:
+            logger.warning("peers are not served, only asked: %s", exc)
+            return
+        self._exits.push_async_callback(server.close)
+        reporter = InstanceReporter(self._lookup, self._instance, "sidecar", self._announcer.snapshot)
+        self._announcer.connect(reporter, [stack.hot] if self._disk is None else [stack.hot, self._disk])
+        registration = PeerRegistration(self._broker, Peer(self._instance, time.time_ns(), self._url))
+        for part in (reporter, registration):
+            await part.open()
+            self._exits.push_async_callback(part.close)
+        if self._disk is not None:
+            tasks = TaskSupervisor("neighbours", max_tasks=1)
+            tasks.start("announce-disk", self._announcer.announce_when_loaded(self._disk))
+            self._exits.push_async_callback(tasks.close)
+
+    async def close(self) -> None:
+        """Leave. Idempotent."""
+        self._loop = None
+        await self._exits.aclose()
+
+
+def _never() -> bool:
+    return False
+
+
+def _anybody(token: str | None) -> Principal:
+    """Without ticket keys whoever reaches the address may read; the config allows that on loopback only."""
+    return Principal(DEFAULT_TENANT, "client", "anybody")
+
+
+def _refuse_without_ticket(token: str | None) -> Principal:
+    raise AuthenticationError("this engine serves peers with a broker's ticket only")

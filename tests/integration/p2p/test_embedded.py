@@ -1,0 +1,124 @@
+"""Engines without sidecars among peers: `enable_p2p`, `lookup_url`, `broker_url`, `distributed_url`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
+from lmcache_demo.processes import Processes
+from lmcache_demo.settings import quiet_environment
+
+from tests.fixtures.embedded import embedded_engine
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.sidecar import engine_at
+
+NUM_TOKENS = 6 * CHUNK_SIZE
+TOKENS = tokens_of(NUM_TOKENS)
+
+Start = Callable[..., LMCacheEngine]
+
+
+@pytest.fixture
+def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
+    with Processes(tmp_path, quiet_environment()) as processes:
+        yield Neighbourhood(processes, tmp_path)
+    assert processes.num_alive == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def start(neighbourhood: Neighbourhood) -> Iterator[Start]:
+    with ExitStack() as exits:
+
+        def started(port: int | None = None, **options: Any) -> LMCacheEngine:
+            peers = {
+                "enable_p2p": True,
+                "lookup_url": neighbourhood.lookup_url,
+                "broker_url": neighbourhood.broker_url,
+                "distributed_url": f"lm://127.0.0.1:{port or free_port()}",
+                "peer_ticket_keys_file": str(neighbourhood.ticket_keys),
+            }
+            return exits.enter_context(embedded_engine(**(peers | options))).engine
+
+        yield started
+
+
+def num_peers(neighbourhood: Neighbourhood) -> int:
+    return len(get_json(f"{neighbourhood.broker_url}/v1/peers")["peers"])
+
+
+def until_found(engine: LMCacheEngine) -> None:
+    eventually(lambda: engine.lookup(TOKENS, ["P2PBackend"]) == NUM_TOKENS)
+
+
+def retrieve(engine: LMCacheEngine) -> None:
+    target = empty_kv(NUM_TOKENS)
+    assert engine.retrieve(TOKENS, kvcaches=target).all()
+    assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
+
+
+def test_engines_pull_from_one_another(neighbourhood: Neighbourhood, start: Start) -> None:
+    a, b = start(), start()
+    eventually(lambda: num_peers(neighbourhood) == 2)
+    a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+    until_found(b)
+    retrieve(b)
+    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+    retrieve(b)
+    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalCPUBackend") + b.counters.value(RETRIEVED_TOKENS_TOTAL, "Hot") == NUM_TOKENS
+
+
+def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start) -> None:
+    engine, sidecar = start(), neighbourhood.sidecar("s")
+    eventually(lambda: num_peers(neighbourhood) == 2)
+    engine.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+    with engine_at(sidecar.socket) as beside:
+        until_found(beside)
+        retrieve(beside)
+        assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+
+
+def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    a = start(local_disk=f"file://{tmp_path / 'disk'}/", max_local_disk_size=0.01)
+    b = start()
+    a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+    until_found(b)
+    a.close()
+    eventually(lambda: b.lookup(TOKENS, ["P2PBackend"]) == 0)
+    a.open()
+    until_found(b)
+    retrieve(b)
+
+
+def test_an_address_that_is_taken_costs_only_being_served(neighbourhood: Neighbourhood, start: Start) -> None:
+    port = free_port()
+    a = start(port)
+    a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+    b = start(port)
+    eventually(lambda: num_peers(neighbourhood) == 1)
+    c = start()
+    until_found(c)
+    retrieve(c)
+    b.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+    retrieve(b)
+
+
+def test_without_lookup_and_broker_the_engine_goes_on() -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with embedded_engine(enable_p2p=True, lookup_url=nowhere, broker_url=nowhere, distributed_url=f"lm://127.0.0.1:{free_port()}") as made:
+        made.engine.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
+        retrieve(made.engine)
