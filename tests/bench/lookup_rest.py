@@ -7,33 +7,38 @@ bytes made beforehand and compare every answer with the first; they and Redis sh
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
 
 import msgspec
 from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.lookup.requests import JSON, MSGPACK, ChunksRequest, PackedChunksRequest, pack_ids
 from lmcache_core.lookup.runs import PackedLookupAnswer
 
+from tests.bench.codec_neighbours import PROC_STAT, busy_ticks
+from tests.bench.lookup_callers import (
+    CONNECTIONS_PER_CALLER,
+    NUM_CALLERS,
+    NUM_WINDOWS,
+    Question,
+    Rate,
+    bare_echo,
+    question,
+    rate_of,
+    read_answer,
+)
 from tests.bench.report import Section
 from tests.fixtures.redis_server import running_redis
 from tests.fixtures.service_process import running_service
 
 NUM_CHUNKS = 400
 NUM_HOLDERS = 2
-NUM_CALLERS = 4
-CONNECTIONS_PER_CALLER = 4
 NUM_TIMED = 1000
-RATE_S = 5.0
 GOAL_MS = 5.0
 GOAL_PER_S = 2000
 CHUNK_BYTES = 32 << 20
@@ -41,17 +46,56 @@ WORKERS = (1, 2)
 
 
 @dataclass(frozen=True)
-class Question:
-    """One HTTP request, as it goes over the wire."""
+class Cost:
+    """Processor time of lookups with two workers, which other work on the machine slows less than it slows clocks.
 
-    name: str
-    data: bytes
+    Attributes:
+        services: Process ids of the service.
+        redis: Process id of Redis.
+        ticks: Of the service, of Redis, of callers that have ended, and of all processes: seconds so far, then milliseconds of a lookup.
+        begin: When it began, `time.perf_counter`.
+        others: Cores that other processes kept busy; set at the end.
+    """
+
+    services: Sequence[int]
+    redis: int
+    ticks: tuple[float, ...]
+    begin: float
+    others: float = 0.0
+
+    @classmethod
+    def since(cls, services: Sequence[int], redis: int) -> Cost:
+        """Begin to count."""
+        return cls(services, redis, _ticks(services, redis), time.perf_counter())
+
+    def until_now(self, num_lookups: float) -> Cost:
+        """What each of so many lookups took."""
+        taken = [now - before for now, before in zip(_ticks(self.services, self.redis), self.ticks, strict=True)]
+        others = (taken[3] - sum(taken[:3])) / (time.perf_counter() - self.begin)
+        return Cost(self.services, self.redis, tuple(one / num_lookups * 1000 for one in taken), self.begin, max(others, 0.0))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For a table."""
+        *spent, _ = self.ticks
+        num_cores = os.cpu_count() or 1
+        return (*(f"{one:.2f}" for one in spent), f"{num_cores / sum(spent) * 1000:,.0f}", f"{self.others:.1f} of {num_cores}")
 
 
-def question(name: str, media_type: str, body: bytes) -> Question:
-    """A lookup as a program would send it."""
-    head = f"POST /v1/lookup HTTP/1.1\r\nhost: lookup\r\ncontent-type: {media_type}\r\naccept: {media_type}\r\ncontent-length: {len(body)}"
-    return Question(name, head.encode() + b"\r\n\r\n" + body)
+def _ticks(services: Sequence[int], redis: int) -> tuple[float, ...]:
+    own = os.times()
+    every = busy_ticks(PROC_STAT.read_text()) / os.sysconf("SC_CLK_TCK")
+    return sum(_processor_s(pid) for pid in services), _processor_s(redis), own.children_user + own.children_system, every
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _pids_of(pid: int) -> list[int]:
+    """A process and those that it has started."""
+    return [pid, *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def measure(run: Callable[[str, Callable[[], list[Section]]], list[Section]], directory: Path) -> list[Section]:
@@ -66,8 +110,10 @@ def _measure(directory: Path) -> list[Section]:
         question("JSON", JSON, msgspec.json.encode(ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids]))),
     )
     times: list[tuple[str, ...]] = []
-    rates: dict[str, list[float]] = {}
-    with running_redis() as redis:
+    rates: dict[str, list[Rate]] = {}
+    costs: dict[str, Cost] = {}
+    with running_redis() as redis, redis.client() as plain:
+        redis_pid = int(plain.info("server")["process_id"])
         for workers in WORKERS:
             environ = {"PORT": "0", "REDIS_URL": redis.url, "WORKERS": str(workers), "REDIS_TIMEOUT_MS": "2000"}
             with running_service(
@@ -79,21 +125,33 @@ def _measure(directory: Path) -> list[Section]:
                 for one in asked:
                     if workers == 1:
                         times.append(_time_row(f"400 chunks, {one.name}", _timed(one, port), f"{len(answers[one.name]):,} bytes"))
-                    rates.setdefault(one.name, []).append(_rate(one, port))
+                    costs[one.name] = Cost.since(_pids_of(service.pid), redis_pid)
+                    rates.setdefault(one.name, []).append(rate_of(one, port))
+                    costs[one.name] = costs[one.name].until_now(rates[one.name][-1].num_answers)
                 if workers == 1:
                     times.append(_time_row("400 chunks, our client", asyncio.run(_timed_client(service.url, chunk_ids)), "httpx beside it"))
             for one in asked:
-                with _echo(answers[one.name], len(one.data), workers) as port:
+                with bare_echo(answers[one.name], len(one.data), workers) as port:
                     if workers == 1:
                         times.append(_time_row(f"bare echo of the same bytes, {one.name}", _timed(one, port), "uvloop, nothing parsed"))
-                    rates.setdefault(f"bare echo, {one.name}", []).append(_rate(one, port))
-    rows = [
-        (name, *(f"{rate:,.0f}" for rate in found), f"{GOAL_PER_S:,}" if "echo" not in name else "", "") for name, found in rates.items()
-    ]
+                    rates.setdefault(f"bare echo, {one.name}", []).append(rate_of(one, port))
+    rows = [(name, *(rate.text for rate in found), f"{GOAL_PER_S:,}" if "echo" not in name else "", "") for name, found in rates.items()]
     callers = f"{NUM_CALLERS} processes, {NUM_CALLERS * CONNECTIONS_PER_CALLER} connections"
+    spent = [(name, *cost.cells, "") for name, cost in costs.items()]
+    title = f"Lookups of {NUM_CHUNKS} chunks a second: median (best) of {NUM_WINDOWS} windows; {callers}"
+    headings = (
+        "what",
+        "service, ms",
+        "Redis, ms",
+        "callers, ms",
+        "all three can do a second on idle cores",
+        "cores busy with other work",
+        "",
+    )
     return [
         Section("Lookup over REST, Redis on loopback", ("what", "ms", "fastest … nine in ten", "goal", "note"), times),
-        Section(f"Lookups of {NUM_CHUNKS} chunks a second, {callers}", ("what", "1 worker", "2 workers", "goal", "note"), rows),
+        Section(title, ("what", "1 worker", "2 workers", "goal", "note"), rows),
+        Section("Processor time of a lookup, 2 workers", headings, spent),
     ]
 
 
@@ -113,7 +171,7 @@ def _check(one: Question, port: int) -> bytes:
     """The whole answer, after a look at what it says."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(one.data)
-        answer = _read(sock)
+        answer = read_answer(sock)
     body = answer.partition(b"\r\n\r\n")[2]
     if one.name == "MessagePack":
         prefix = msgspec.msgpack.decode(body, type=PackedLookupAnswer).unpack()
@@ -126,25 +184,6 @@ def _check(one: Question, port: int) -> bytes:
     return answer
 
 
-def _read(sock: socket.socket) -> bytes:
-    """One answer, which has a Content-Length."""
-    data = bytearray()
-    while (end := data.find(b"\r\n\r\n")) < 0:
-        data += _more(sock)
-    head = bytes(data[:end]).lower()
-    length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-    while len(data) < end + 4 + length:
-        data += _more(sock)
-    return bytes(data)
-
-
-def _more(sock: socket.socket) -> bytes:
-    piece = sock.recv(1 << 17)
-    if not piece:
-        raise ConnectionError("the service hung up")
-    return piece
-
-
 def _timed(one: Question, port: int) -> list[float]:
     """Milliseconds of each call, one after the other over one connection."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -153,7 +192,7 @@ def _timed(one: Question, port: int) -> list[float]:
         for _ in range(NUM_TIMED):
             begin = time.perf_counter()
             sock.sendall(one.data)
-            _read(sock)
+            read_answer(sock)
             found.append((time.perf_counter() - begin) * 1000)
         return found
 
@@ -170,113 +209,6 @@ async def _timed_client(url: str, chunk_ids: Sequence[bytes]) -> list[float]:
             raise AssertionError("the prefix was not found")
     await client.close()
     return found
-
-
-def _rate(one: Question, port: int) -> float:
-    """Answers a second that all callers get together."""
-    context = multiprocessing.get_context("fork")
-    ends: list[Connection] = []
-    callers = []
-    for _ in range(NUM_CALLERS):
-        mine, theirs = context.Pipe()
-        caller = context.Process(target=_call_for_ever, args=(one.data, port, theirs), daemon=True)
-        caller.start()
-        ends.append(mine)
-        callers.append(caller)
-    for end in ends:
-        end.recv_bytes()
-    for end in ends:
-        end.send_bytes(b"begin")
-    total = sum(float(end.recv_bytes()) for end in ends)
-    for caller in callers:
-        caller.join()
-    return total
-
-
-def _call_for_ever(data: bytes, port: int, parent: Connection) -> None:
-    socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS_PER_CALLER)]
-    for sock in socks:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(data)
-    expected = {_body(_read(sock)) for sock in socks}
-    parent.send_bytes(b"ready")
-    parent.recv_bytes()
-    num_answers = 0
-    begin = time.perf_counter()
-    for sock in socks:
-        sock.sendall(data)
-    while time.perf_counter() - begin < RATE_S:
-        for sock in socks:
-            if _body(_read(sock)) not in expected:
-                raise AssertionError("an answer differs from the first")
-            sock.sendall(data)
-            num_answers += 1
-    parent.send_bytes(str(num_answers / (time.perf_counter() - begin)).encode())
-
-
-def _body(answer: bytes) -> bytes:
-    return answer.partition(b"\r\n\r\n")[2]
-
-
-@contextmanager
-def _echo(answer: bytes, num_bytes: int, workers: int) -> Iterator[int]:
-    """Processes that send `answer` for every `num_bytes` that come: what is left when nothing is done."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        context = multiprocessing.get_context("fork")
-        processes = [context.Process(target=_serve_echo, args=(answer, num_bytes, port), daemon=True) for _ in range(workers)]
-        for process in processes:
-            process.start()
-        try:
-            _await_listener(port)
-            yield port
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _await_listener(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            time.sleep(0.3)  # for the other processes
-            return
-
-
-class _Echo(asyncio.Protocol):
-    def __init__(self, answer: bytes, num_bytes: int) -> None:
-        self._answer = answer
-        self._num_bytes = num_bytes
-        self._num_read = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._num_read += len(data)
-        while self._num_read >= self._num_bytes:
-            self._num_read -= self._num_bytes
-            self._transport.write(self._answer)
-
-
-def _serve_echo(answer: bytes, num_bytes: int, port: int) -> None:
-    import uvloop
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Echo(answer, num_bytes), "127.0.0.1", port, reuse_port=True)
-        await server.serve_forever()
-
-    uvloop.run(serve())
 
 
 def _time_row(name: str, found: Sequence[float], note: str) -> tuple[str, ...]:
