@@ -15,6 +15,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, release_all
+from lmcache_core.storage.remote.http_transport import StreamTransport
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
@@ -84,9 +85,7 @@ class HttpBackend(StorageBackend):
                 headers=headers,
                 auth=BearerAuth(self._options.token),
                 timeout=self._options.timeout_s,
-                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
-                transport=self._transport,
-                verify=tls,
+                transport=self._transport or StreamTransport(tls, MAX_CONNECTIONS),
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as exc:
