@@ -17,6 +17,9 @@ _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 # They log one line a request, with its URL, at INFO.
 _CHATTY: Final = ("httpx", "httpcore", "asyncio")
 
+CALLER_WARNING_INTERVAL_S: Final = 60.0
+_HTTP_SERVER: Final = "uvicorn.error"
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line, with `time` in UTC, `level`, `logger`, `message` and, after a failure, `error`."""
@@ -35,6 +38,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class CallerFilter(logging.Filter):
+    """Lets through one warning a minute of each kind, on a logger of a library that writes one for each caller who breaks a protocol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter.filter`. Kinds are bounded: messages before their arguments are filled in."""
+        if record.levelno != logging.WARNING:
+            return True
+        if record.created < self._next.get(str(record.msg), 0.0):
+            return False
+        self._next[str(record.msg)] = record.created + CALLER_WARNING_INTERVAL_S
+        return True
+
+
 def configure_logging(level: str, log_format: str) -> None:
     """Send all loggers to standard error. Replaces the handlers of the root logger.
 
@@ -47,6 +67,7 @@ def configure_logging(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
     logging.getLogger().handlers[:] = [handler]
+    logging.getLogger(_HTTP_SERVER).filters[:] = [CallerFilter()]
     audit = logging.StreamHandler(sys.stderr)
     audit.setFormatter(logging.Formatter("%(message)s"))
     audit_logger = logging.getLogger(AUDIT_LOGGER)
