@@ -45,8 +45,8 @@ def test_every_slower_tier_has_a_breaker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "the pod's sidecar"),
-        ({"enable_p2p": True, "sidecar_socket": "/s", "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "the pod's sidecar"),
+        ({"enable_p2p": True, "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "set all three"),
+        ({"enable_p2p": True, "sidecar_socket": "/s", "lookup_url": "http://l", "distributed_url": "lm://d:1"}, "served by the sidecar"),
         ({"disk_fsync": True}, "set local_disk"),
         ({"local_disk_serde": "cachegen"}, "set local_disk"),
         ({"sidecar_socket": "/s", "remote_serde": "cachegen"}, "the sidecar's remote_serde"),
