@@ -6,6 +6,7 @@ version changed or a lease in it may have run out.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -178,14 +179,13 @@ class RedisIndex(LookupIndex):
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
-        read: dict[bytes | None, list[Holder]] = {}
+        values: list[bytes | None] = list(itertools.chain.from_iterable(values_of_buckets))
+        read = {value: self._live_holders(value or b"") for value in set(values)}
+        if len(read) == 1:
+            return list(read.values()) * len(chunk_ids)
         result: list[list[Holder]] = [[]] * len(chunk_ids)
-        for inside, values in zip(buckets.values(), values_of_buckets, strict=True):
-            for place, value in zip(inside, values, strict=True):
-                holders = read.get(value)
-                if holders is None:
-                    holders = read[value] = self._live_holders(value or b"")
-                result[place] = holders
+        for place, value in zip(itertools.chain.from_iterable(buckets.values()), values, strict=True):
+            result[place] = read[value]
         return result
 
     def _live_holders(self, value: bytes) -> list[Holder]:
