@@ -175,3 +175,17 @@ async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Re
     assert sum(swept) == len(chunk_ids)
     assert max(swept) < 2 * SWEEP_PAGE_CHUNKS
     assert not raw.keys("lmc2:{b:*")
+
+
+async def test_connections_that_a_restart_has_cut_are_replaced() -> None:
+    with running_redis() as server:
+        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        await put(index)
+        await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8)))
+        server.kill()
+        server.start()
+        # None of them is told that nothing is known: what Redis knows is nothing.
+        assert await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8))) == [[[]]] * 8
+        await put(index)
+        assert (await index.holders("acme", [CHUNK]))[0]
+        await index.close()
