@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -13,6 +14,7 @@ import msgspec
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import DrainReport, Peer
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -24,7 +26,8 @@ from lmcache_broker.peers.shared import Changes, PullClaim, PullVerdict, SharedP
 MAX_CONNECTIONS: Final = 32
 MAX_ANNOUNCED_AT_ONCE: Final = 256
 DEFAULT_SENTINEL_PORT: Final = 26379
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel")
+DEFAULT_PORT: Final = 6379
+REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster")
 RETRY_S: Final = 0.5
 """After a failure nothing is asked for so long: a Redis that is away must not cost each request its deadline."""
 
@@ -36,7 +39,8 @@ class RedisPeers:
     """See `SharedPeers`. The constructor connects to nothing.
 
     Args:
-        url: `redis://`, `rediss://`, `unix://`, or `redis-sentinel://[user:password@]host:port,host:port/service`, password included.
+        url: `redis://`, `rediss://`, `unix://`, `redis-sentinel://[user:password@]host:port,host:port/service`, or
+            `redis-cluster://[user:password@]host:port,host:port`, password included.
         timeout_s: Limit on a call, from waiting for a connection to the last byte.
         clock: Seconds, monotonic.
 
@@ -46,7 +50,7 @@ class RedisPeers:
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         try:
-            self._redis = _behind_sentinel(url, timeout_s) if urlsplit(url).scheme == "redis-sentinel" else _direct(url, timeout_s)
+            self._redis: Any = _MAKERS.get(urlsplit(url).scheme, _direct)(url, timeout_s)
         except ValueError:
             raise ConfigError("redis_url cannot be read; write redis://[user:password@]host:port[/database]") from None
         self._timeout_s = timeout_s
@@ -165,17 +169,30 @@ def _direct(url: str, timeout_s: float) -> redis_asyncio.Redis:
 
 def _behind_sentinel(url: str, timeout_s: float) -> redis_asyncio.Redis:
     parts = urlsplit(url)
-    credentials, _, hosts = parts.netloc.rpartition("@")
+    addresses, login = _addresses(url, DEFAULT_SENTINEL_PORT)
+    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    sentinel = Sentinel(addresses, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
+    client: redis_asyncio.Redis = sentinel.master_for(parts.path.strip("/") or "mymaster", **login, **_options(timeout_s))
+    return client
+
+
+def _cluster(url: str, timeout_s: float) -> redis_asyncio.RedisCluster:
+    addresses, login = _addresses(url, DEFAULT_PORT)
+    nodes = [ClusterNode(host, port) for host, port in addresses]
+    return redis_asyncio.RedisCluster(startup_nodes=nodes, **login, **_options(timeout_s))
+
+
+def _addresses(url: str, default_port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """The addresses of a URL that has several, and the login before them."""
+    credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
     user, _, password = credentials.partition(":")
-    sentinels = []
+    found = []
     for address in hosts.split(","):
         host, _, port = address.partition(":")
         if not host:
-            raise ValueError("a sentinel without a host")
-        sentinels.append((host, int(port or DEFAULT_SENTINEL_PORT)))
-    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
-    client: redis_asyncio.Redis = sentinel.master_for(
-        parts.path.strip("/") or "mymaster", username=unquote(user) or None, password=unquote(password) or None, **_options(timeout_s)
-    )
-    return client
+            raise ValueError("an address without a host")
+        found.append((host, int(port or default_port)))
+    return found, {"username": unquote(user) or None, "password": unquote(password) or None}
+
+
+_MAKERS: Final = MappingProxyType({"redis-sentinel": _behind_sentinel, "redis-cluster": _cluster})

@@ -1,0 +1,144 @@
+"""What brokers share, on a real Redis and on a real Redis Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_broker.peers.redis_peers import RedisPeers
+from lmcache_broker.peers.shared import PullClaim, PullVerdict, SharedPeer
+from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.p2p import DrainReport, Peer
+
+from tests.fixtures.redis_cluster import running_cluster
+from tests.fixtures.redis_server import running_redis
+
+TTL_MS = 10_000
+REPORT = DrainReport("handing_over", 5, 1, 2, 0, 2)
+
+
+@pytest.fixture(scope="module", params=["one server", "cluster"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cluster":
+        with running_cluster() as cluster:
+            yield cluster.url
+    else:
+        with running_redis() as server:
+            yield server.url
+
+
+@pytest.fixture
+async def pair(url: str) -> AsyncIterator[tuple[RedisPeers, RedisPeers]]:
+    """Two brokers, and nothing in Redis."""
+    brokers = RedisPeers(url, 5.0), RedisPeers(url, 5.0)
+    await brokers[0]._redis.flushall()
+    yield brokers
+    for broker in brokers:
+        await broker.close()
+
+
+def shared(
+    name: str = "a", incarnation: int = 1, *, draining: bool = False, ttl_ms: int = TTL_MS, drain: DrainReport | None = None
+) -> SharedPeer:
+    return SharedPeer("acme", Peer(name, incarnation, f"lm://{name}:1", "sidecar", "z", "n"), 0.25, draining, ttl_ms, drain=drain)
+
+
+async def names(broker: RedisPeers) -> list[str]:
+    return [peer.peer.id for peer in (await broker.changes()).peers]
+
+
+async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    assert await one.announce([shared(drain=REPORT), shared("b", draining=True)]) == [False, True]
+    changes = await two.changes()
+    assert [peer.draining for peer in changes.peers] == [False, True]
+    found = changes.peers[0]
+    assert (found.owner, found.peer, found.load, found.drain) == ("acme", shared().peer, 0.25, REPORT)
+    assert TTL_MS - 5_000 < found.ttl_ms <= TTL_MS
+    assert (await two.changes()).peers == []
+    await one.announce([shared("b")])
+    (renewed,) = (await two.changes()).peers
+    assert (renewed.peer.id, renewed.draining) == ("b", True), "a drain lasts for the incarnation"
+    await one.remove("acme", "b")
+    (gone,) = (await two.changes()).peers
+    assert gone.is_gone
+
+
+async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    big = (1 << 62) + 1
+    assert await one.announce([shared(incarnation=big)]) == [False]
+    assert await two.announce([shared(incarnation=big - 1)]) == [None]
+    await two.announce([shared(incarnation=big, ttl_ms=1)])
+    (found,) = (await two.changes()).peers
+    assert (found.peer.incarnation, found.ttl_ms > 1_000) == (big, True)
+    await one.drain("acme", "a")
+    assert await two.announce([shared(incarnation=big + 1)]) == [False], "a new incarnation does not drain"
+
+
+async def test_a_lease_that_ran_out_holds_nobody_off(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    await one.announce([shared(incarnation=7, draining=True, ttl_ms=1)])
+    await asyncio.sleep(0.05)
+    assert await two.announce([shared(incarnation=3)]) == [False]
+
+
+async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    await one.announce([shared(incarnation=12)])
+    life, other = "acme/a#12", "acme/a#13"
+    claims = [PullClaim(life, f"p{i}") for i in range(3)]
+    assert await one.claim(claims, 2, TTL_MS) == [PullVerdict(True, 1), PullVerdict(True, 2), PullVerdict(False, 2)]
+    assert await two.claim([PullClaim(life, "q"), PullClaim(other, "q")], 2, TTL_MS) == [PullVerdict(False, 2), PullVerdict(True, 1)]
+    assert [peer.num_pulls for peer in (await two.changes()).peers] == [2]
+    await two.end_pulls([claims[0], claims[0], PullClaim(life, "never heard of")])
+    assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
+    assert await one.claim([PullClaim(life, "r")], 2, 20) == [PullVerdict(True, 2)]
+    await asyncio.sleep(0.05)
+    assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], "nobody said that it was over"
+
+
+async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    await one.announce([shared()])
+    assert (await two.changes()).is_anew, "the first look"
+    assert not (await two.changes()).is_anew
+    await one._redis.flushall()
+    await one.announce([shared("b"), shared("c")])
+    changes = await two.changes()
+    assert changes.is_anew
+    assert sorted(peer.peer.id for peer in changes.peers) == ["b", "c"], "though their numbers were seen before"
+
+
+async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    await one.announce([shared(), shared("b")])
+    field = "acme/a"
+    raw = await one._redis.hget("lmcache:{broker}:records", field)
+    await one._redis.hset("lmcache:{broker}:records", field, raw[:22] + b"0" * 15 + raw[37:])
+    assert await names(two) == ["b"]
+    assert await one._redis.hkeys("lmcache:{broker}:records") == [b"acme/b"]
+
+
+async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    assert len(await one.announce([shared(f"p{i}") for i in range(700)])) == 700
+    assert len(await names(two)) == 700
+
+
+async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
+    away = RedisPeers(f"unix://{tmp_path / 'nobody'}", 0.5)
+    with pytest.raises(UnavailableError, match=r"limit 0\.5 s"):
+        await away.changes()
+    with pytest.raises(UnavailableError, match="a moment ago"):
+        await away.claim([PullClaim("acme/a#1", "p")], 1, 1)
+    await away.close()
+
+
+@pytest.mark.parametrize("url", ["redis-sentinel://", "redis-cluster://:secret@,b:1", "redis-cluster://a:port", "redis://h:port"])
+def test_urls_that_cannot_be_read(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
+        RedisPeers(url, 1.0)
+    assert "secret" not in str(failure.value)
