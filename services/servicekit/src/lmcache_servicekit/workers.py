@@ -144,12 +144,13 @@ class WorkerPool:
             process.terminate()
         deadline = time.monotonic() + self._grace_s + STOP_MARGIN_S
         code = 0
-        while any(process.exitcode is None for process in self._processes.values()):
+        # Asked once a round: one that ends in between must not be left out of the wait that it would have ended.
+        while sentinels := [process.sentinel for process in self._processes.values() if process.exitcode is None]:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 logger.error("a worker does not end; it is killed")
                 return 1
-            connection.wait([signals, *(one.sentinel for one in self._processes.values() if one.exitcode is None)], left_s)
+            connection.wait([signals, *sentinels], left_s)
             number = _arrived(signals)
             if number:
                 return 128 + number
