@@ -1,0 +1,77 @@
+"""Copies of hot chunks, from one sidecar's memory into another's, over a real lm:// connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.p2p import CopyOrder
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.telemetry import Counters
+from lmcache_core.testing.chunks import make_key, make_payload
+from lmcache_sidecar import metrics
+from lmcache_sidecar.handover import Copier, LocalChunks, PeerSource
+from lmcache_sidecar.handover import copies as module
+
+from tests.unit.sidecar.handover.test_peers import KEYS, NUM_CHUNKS, TOKEN, Broker, Lookup, Peer, make_hot, peer
+
+
+def order(name: object, taker: Peer) -> CopyOrder:
+    return CopyOrder(make_key(name).key.chunk_id().hex(), taker.status.id, taker.status.distributed_url)
+
+
+class Giver:
+    """A sidecar that copies."""
+
+    def __init__(self, hot: LocalCPUBackend | None = None, token: str | None = TOKEN) -> None:
+        self.tasks = TaskSupervisor("test")
+        self.counters = Counters()
+        source = PeerSource("a", Broker(), Lookup(), token, 2.0)  # type: ignore[arg-type]
+        chunks = LocalChunks("default", hot or make_hot(), None, None)
+        self.copier = Copier(chunks, source.connect, self.tasks, 1.0, self.counters)
+
+    async def copy(self, orders: Sequence[CopyOrder]) -> float:
+        """Bytes that were copied when all is done."""
+        self.copier.copy(orders)
+        await self.tasks.close(5.0)
+        return self.counters.value(metrics.COPIED_CHUNKS_TOTAL)
+
+
+async def test_what_is_ordered_arrives_bit_for_bit_and_once(tmp_path: Path) -> None:
+    async with peer(tmp_path) as b:
+        orders = [order(name, b) for name in (1, 4)]
+        assert await Giver().copy([*orders, *orders, order("not here", b)]) == 2
+        for name, chunk in zip(range(NUM_CHUNKS), b.hot.get_many(KEYS), strict=True):
+            assert (chunk is not None) == (name in (1, 4))
+            if chunk is not None:
+                assert bytes(chunk.memory.byte_array) == make_payload(name)
+                chunk.release()
+        assert await Giver().copy(orders) == 0, "they are there"
+        assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 2
+
+
+async def test_several_takers_and_one_that_takes_nothing(tmp_path: Path) -> None:
+    async with peer(tmp_path) as b, peer(tmp_path, "c") as c, peer(tmp_path, "d") as d:
+        c.is_open = False
+        dead = CopyOrder(order(0, d).chunk_id, "gone", "lm://127.0.0.1:1")
+        assert await Giver().copy([dead, order(0, b), order(0, c), order(0, d)]) == 2
+        assert [each.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) for each in (b, c, d)] == [1, 0, 1]
+
+
+async def test_without_a_token_nothing_is_taken_and_nothing_breaks(tmp_path: Path) -> None:
+    async with peer(tmp_path) as b:
+        assert await Giver(token="wrong-token-0123456789").copy([order(0, b)]) == 0
+
+
+async def test_orders_are_bounded_and_come_while_others_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_ORDERS", 2)
+    async with peer(tmp_path) as b:
+        giver = Giver()
+        giver.copier.copy([order(name, b) for name in (0, 1, 2)])
+        await asyncio.sleep(0)  # it has begun
+        giver.copier.copy([order(3, b)])
+        await giver.tasks.close(5.0)
+        assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3, "the third of the first was one too many"
