@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import Assignment, BrokerClient, Lease, Peer
+from lmcache_core.p2p import Assignment, BrokerClient, CopyOrder, DrainReport, HeldBy, Lease, Peer
 from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
 from lmcache_core.wire import json_http as module
 
@@ -240,3 +240,58 @@ def test_bad_peers(changed: dict[str, Any]) -> None:
 
 def test_a_ticket_is_not_printed() -> None:
     assert "v1.x.y" not in repr(Assignment("c", "lm://a:1", (ONE,), "v1.x.y", 1))
+
+
+async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
+    seen: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(msgspec.json.decode(request.content))
+        return raw(msgspec.json.encode({"assignments": [], "unassigned": [], "busy": ["from a newer version"]}))
+
+    client = await opened(handler)
+    await client.transfers("me", [(ONE, [HeldBy("a", "Hot"), HeldBy("b", "LocalDiskBackend")]), (TWO, ["a"])], wait_ms=250)
+    await client.transfers("me", [(ONE, ["a"])])
+    with_tiers = {"chunk_id": ONE.hex(), "holders": ["a", "b"], "tiers": ["Hot", "LocalDiskBackend"]}
+    without = {"chunk_id": TWO.hex(), "holders": ["a"]}
+    assert seen == [
+        {"requester": "me", "chunks": [with_tiers, without], "wait_ms": 250},
+        {"requester": "me", "chunks": [{"chunk_id": ONE.hex(), "holders": ["a"]}]},
+    ]
+    await client.close()
+
+
+async def test_pulls_that_are_over_are_told_and_an_older_broker_is_not_an_error() -> None:
+    seen: list[tuple[str, Any]] = []
+    status = 200
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, msgspec.json.decode(request.content)))
+        return raw(b"{}", status)
+
+    client = await opened(handler)
+    await client.done("me", ["p1", "", "p2"])
+    await client.done("me", [""])
+    status = 404
+    await client.done("me", ["p3"])
+    told = [("/v1/transfers:done", {"requester": "me", "pulls": pulls}) for pulls in (["p1", "p2"], ["p3"])]
+    assert seen == told
+    status = 500
+    with pytest.raises(UnavailableError):
+        await client.done("me", ["p4"])
+    await client.close()
+
+
+async def test_a_drain_is_reported_and_copies_are_read() -> None:
+    seen: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(msgspec.json.decode(request.content)["drain"])
+        copies = [{"chunk_id": ONE.hex(), "instance": "b", "distributed_url": "lm://b:1"}]
+        return raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies}))
+
+    client = await opened(handler)
+    lease = await client.register(PEER, load=0.0, ttl_ms=1, drain=DrainReport("done", 3, 1, 1, 1, 0))
+    assert seen == [{"state": "done", "total": 3, "handed_over": 1, "already_elsewhere": 1, "failed": 1, "left": 0}]
+    assert lease.copies == (CopyOrder(ONE.hex(), "b", "lm://b:1"),)
+    await client.close()

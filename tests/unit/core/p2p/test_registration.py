@@ -1,10 +1,10 @@
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import BrokerClient, Lease, Peer, PeerRegistration
+from lmcache_core.p2p import BrokerClient, CopyOrder, DrainReport, Lease, Peer, PeerRegistration
 
 PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
 
@@ -150,3 +150,61 @@ async def test_close_with_the_broker_away_is_quiet() -> None:
     broker.away = True
     await registration.close()
     await PeerRegistration(broker, PEER).close()
+
+
+class Listener:
+    """Notes what the broker wishes."""
+
+    def __init__(self) -> None:
+        self.num_drains = 0
+        self.orders: list[CopyOrder] = []
+        self.report: DrainReport | None = None
+
+    def drain_wanted(self) -> None:
+        self.num_drains += 1
+        self.report = DrainReport("writing", 4, 0, 0, 0, 4)
+
+    def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
+        self.orders += orders
+
+    def drain_report(self) -> DrainReport | None:
+        return self.report
+
+
+class WishingBroker(FakeBroker):
+    """Asks for copies with each lease, and notes reports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[DrainReport | None] = []
+
+    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
+        self.reports.append(drain)
+        lease = await super().register(peer, load=load, ttl_ms=ttl_ms, draining=draining)
+        return Lease(lease.ttl_ms, lease.draining, (CopyOrder("0" * 32, "b", "lm://b:1"),))
+
+
+async def test_what_the_broker_wishes_is_passed_on_and_the_drain_is_reported() -> None:
+    broker, listener = WishingBroker(), Listener()
+    registration = PeerRegistration(broker, PEER, ttl_ms=300, listener=listener)
+    await registration.open()
+    await until(lambda: len(listener.orders) >= 1)
+    assert (listener.num_drains, broker.reports[0]) == (0, None)
+    broker.drained = True
+    await until(lambda: broker.reports[-1] is not None)
+    num_reports = len(broker.reports)
+    await until(lambda: len(broker.reports) > num_reports + 1)
+    assert listener.num_drains == 1, "said once"
+    assert broker.reports[-1] == listener.report
+    await registration.close()
+
+
+async def test_ones_own_drain_is_no_wish_of_the_broker() -> None:
+    broker, listener = WishingBroker(), Listener()
+    registration = PeerRegistration(broker, PEER, ttl_ms=300, listener=listener)
+    await registration.open()
+    await until(lambda: registered(registration))
+    registration.drain()
+    await until(lambda: broker.known.get("a") is True)
+    await registration.close()
+    assert listener.num_drains == 0
