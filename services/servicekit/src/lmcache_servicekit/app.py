@@ -25,7 +25,7 @@ from lmcache_servicekit.version import version_of
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-TOKEN_RELOAD_INTERVAL_S: Final = 2.0
+TOKEN_RELOAD_INTERVAL_S: Final = 1.0
 
 _PROBLEM_SCHEMA: Final = {
     "title": "Problem",

@@ -118,7 +118,7 @@ class ServerLimits:
     idle_timeout_s: float = 300.0
     transfer_timeout_s: float = 10.0
     min_bytes_per_s: int = 1 << 20
-    reauthenticate_s: float = 2.0
+    reauthenticate_s: float = 1.0
     admit: Admit | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
