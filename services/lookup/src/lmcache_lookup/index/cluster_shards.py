@@ -117,10 +117,13 @@ class ClusterShards(RedisShards):
             # The caller's patience is over: whoever has not answered may not be the one to ask any more.
             self._map.is_stale = True
             raise
+        failures = [part for part in found if isinstance(part, BaseException)]
+        if failures:
+            self._map.is_stale = True
+            # One whose outcome is not known says more than one that was refused.
+            raise min(failures, key=lambda failure: isinstance(failure, ResponseError))
         for inside, part in zip(by_node.values(), found, strict=True):
-            if isinstance(part, BaseException):
-                self._map.is_stale = True
-                raise part
+            assert isinstance(part, list)
             for place, answer in zip(inside, part, strict=True):
                 answers[place] = answer
 
