@@ -178,12 +178,31 @@ async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient)
         {"requester": "me", "chunks": [{"chunk_id": CHUNK + "\n", "holders": []}]},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a b"]}]},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"] * 17}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}]},
+        {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}]},
+        {"requester": "me", "chunks": [], "wait_ms": -1},
+        {"requester": "me", "chunks": [], "wait_ms": 10_001},
         {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": []}] * 2},
         {"requester": "me", "chunks": [{"chunk_id": f"{i:032x}", "holders": []} for i in range(4097)]},
     ],
 )
 async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
     assert_problem(await rest.post("/v1/transfers", json=body), 422)
+
+
+async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(guarded: httpx.AsyncClient) -> None:
+    await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
+    asked = {"requester": "me", "chunks": [{"chunk_id": CHUNK, "holders": ["all"], "tiers": ["Hot"]}], "wait_ms": 10}
+    (pull,) = (await guarded.post("/v1/transfers", json=asked, headers=bearer("acme"))).json()["assignments"]
+    for name, requester, num_ended in (("rival", "me", 0), ("acme", "you", 0), ("acme", "me", 1), ("acme", "me", 0)):
+        done = {"requester": requester, "pulls": [pull["pull"]]}
+        assert (await guarded.post("/v1/transfers:done", json=done, headers=bearer(name))).json() == {"num_ended": num_ended}
+    assert (await guarded.get("/v1/stats", headers=bearer("acme"))).json()["num_pulls"] == 0
+
+
+@pytest.mark.parametrize("body", [{}, {"requester": "me"}, {"requester": "../x", "pulls": []}, {"requester": "me", "pulls": ["a b"]}])
+async def test_bad_ends_of_pulls(rest: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    assert_problem(await rest.post("/v1/transfers:done", json=body), 422)
 
 
 async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
@@ -202,6 +221,7 @@ async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
         ("DELETE", "/v1/peers/a"),
         ("POST", "/v1/peers/a:drain"),
         ("POST", "/v1/transfers"),
+        ("POST", "/v1/transfers:done"),
         ("GET", "/v1/stats"),
         ("GET", "/"),
     ],
@@ -248,5 +268,6 @@ async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:
         ("GET", "/v1/peers"),
         ("POST", "/v1/peers/{peer_id}:drain"),
         ("POST", "/v1/transfers"),
+        ("POST", "/v1/transfers:done"),
         ("GET", "/v1/stats"),
     }

@@ -22,7 +22,7 @@ class FakeBroker(BrokerClient):
         self.drained = False
         self.heeds_wishes = True
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False) -> Lease:
+    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
         self.num_calls += 1
         if self.away:
             raise UnavailableError("away")

@@ -24,8 +24,8 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 BATCH_CHUNKS: Final = 8
 """Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked for twice."""
 MAX_BATCHES_UNDERWAY: Final = 4
-MAX_QUEUE_S: Final = 0.5
-"""For a holder while all of them are busy."""
+MAX_QUEUE_S: Final = 0.2
+"""For a holder while all of them are busy: the remote tier may have the chunks, too, and is not asked before."""
 MAX_HOLDERS_ASKED: Final = 4
 """For one chunk, one after the other or side by side."""
 STALL_SHARE: Final = 0.5

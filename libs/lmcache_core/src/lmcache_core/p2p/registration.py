@@ -134,10 +134,8 @@ class PeerRegistration:
         self._note(True, f"lease of {lease.ttl_ms} ms")
 
     async def _register(self) -> Lease:
-        load, report = self._load(), None if self._listener is None else self._listener.drain_report()
-        if report is None:
-            return await self._client.register(self._peer, load=load, ttl_ms=self._ttl_ms, draining=self._draining)
-        return await self._client.register(self._peer, load=load, ttl_ms=self._ttl_ms, draining=self._draining, drain=report)
+        report = None if self._listener is None else self._listener.drain_report()
+        return await self._client.register(self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining, drain=report)
 
     def _note(self, reachable: bool, detail: str) -> None:
         """Log changes only: a broker that is away for an hour is one line."""
