@@ -52,7 +52,7 @@ def test_config_values_are_written_as_they_are(chart: Chart) -> None:
 
 def test_addresses_follow_what_is_installed(chart: Chart) -> None:
     everything = config_of(chart.render({"models": [MODEL]}), "vllm-tiny")
-    assert everything["remote_url"] == "lm://cache-lmcache-storage.inference.svc:65432"
+    assert everything["remote_url"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert everything["lookup_url"] == "http://cache-lmcache-lookup.inference.svc:8081"
     assert everything["broker_url"] == "http://cache-lmcache-broker.inference.svc:8082"
     alone = config_of(chart.render({"models": [MODEL], "storage.enabled": False} | ALONE), "vllm-tiny")
@@ -74,6 +74,7 @@ def test_pods_name_themselves(chart: Chart) -> None:
     storage = env["cache-lmcache-storage/storage"]
     assert storage["LMCACHE_STORAGE_INSTANCE_ID"] == "$(POD_NAME)"
     assert storage["LMCACHE_STORAGE_ADVERTISE_URL"] == "lm://$(POD_NAME).cache-lmcache-storage-headless.inference.svc:65432"
+    assert storage["LMCACHE_STORAGE_REPLICAS_URL"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert rendering.get("StatefulSet", "storage")["spec"]["serviceName"] == "cache-lmcache-storage-headless"
     assert env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
 

@@ -16,6 +16,7 @@ NEEDED: set[Edge] = {
     ("vllm", "storage", 65432),
     ("vllm", "lookup", 8081),
     ("vllm", "broker", 8082),
+    ("storage", "storage", 65432),
     ("storage", "lookup", 8081),
     ("storage", "broker", 8082),
     ("lookup", "redis", 6379),
@@ -111,7 +112,7 @@ def test_metrics_are_for_those_named(chart: Chart, rendering: Rendering) -> None
 def test_what_is_off_has_no_edge(chart: Chart) -> None:
     rendering = chart.render({"broker.enabled": False, "lookup.enabled": False, "redis.enabled": False})
     assert set(policies(rendering)) == {"storage"}
-    assert egress_edges(rendering) == set()
+    assert egress_edges(rendering) == {("storage", "storage", 65432)}
 
 
 def test_an_external_redis_is_reached_on_its_ports(chart: Chart) -> None:

@@ -55,7 +55,7 @@ lm_port: {{ $ports.sidecarLm }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
 salt_file: {{ include "lmcache.credentialsPath" . }}/salt
 {{- if .root.Values.storage.enabled }}
-remote_url: lm://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "storage") }}:{{ $ports.storageLm }}
+remote_url: {{ include "lmcache.storageUrl" . }}
 {{- end }}
 {{- include "lmcache.peerSettings" . }}
 socket_path: {{ include "lmcache.socketPath" . }}

@@ -1,3 +1,10 @@
+{{/* Where all storage pods are: the name of the headless service, since each chunk is at one of them. Takes: root. */}}
+{{- define "lmcache.storageUrl" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $name := include "lmcache-common.componentName" (dict "root" .root "component" "storage") -}}
+{{- printf "lm://%s-headless.%s.svc:%v" $name .root.Release.Namespace $ports.storageLm -}}
+{{- end -}}
+
 {{/* The container of a storage pod. Takes: root, component, values. */}}
 {{- define "lmcache.storageContainer" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
@@ -15,6 +22,8 @@
       value: $(POD_NAME)
     - name: LMCACHE_STORAGE_ADVERTISE_URL
       value: lm://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
+    - name: LMCACHE_STORAGE_REPLICAS_URL
+      value: {{ include "lmcache.storageUrl" . }}
     {{- include "lmcache.placeEnv" "STORAGE" | nindent 4 }}
     {{- with .values.extraEnv }}
     {{- toYaml . | nindent 4 }}
