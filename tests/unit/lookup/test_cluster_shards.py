@@ -132,3 +132,15 @@ async def test_masters_are_not_seen_when_one_is_none_or_does_not_answer(second: 
     world = World(about("master", "bb", 7), second)
     assert await world.shards.masters_seen() == MastersSeen()
     assert world.map.is_stale
+
+
+async def test_a_user_that_may_not_ask_who_is_there_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(about("master", "bb", 7), ResponseError("NOPERM this user has no permissions"))
+    for _ in range(3):
+        world.clock.now_s += MASTERS_FRESH_S
+        await world.shards.masters_seen()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "NOPERM" in caplog.text
+    world.b.answer = about("master", "aa", 8)
+    world.clock.now_s += MASTERS_FRESH_S
+    assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import defaultdict
@@ -17,6 +18,8 @@ from lmcache_lookup.index.cluster_map import ClusterMap, slot_of
 from lmcache_lookup.index.packing import LEASES_KEY, TENANTS_KEY, VERSION_KEY, bucket_key, bucket_of, pack_life, pack_number
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call
 from lmcache_lookup.index.redis_shards import MastersSeen, RedisShards, Taking
+
+logger = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW_MS: Final = 1000
 MAX_REDIRECTIONS: Final = 3
@@ -47,6 +50,7 @@ class ClusterShards(RedisShards):
         self._seen = MastersSeen()
         self._seen_at = float("-inf")
         self._looking = asyncio.Lock()
+        self._is_refused = False
 
     async def close(self) -> None:
         """See `RedisShards.close`."""
@@ -148,6 +152,7 @@ class ClusterShards(RedisShards):
         except CLIENT_ERRORS:
             self._map.is_stale = True
             return MastersSeen()
+        self._note_refusals(found)
         run_ids, epochs = [], []
         for who in found:
             told = _fields_of(who)
@@ -156,7 +161,17 @@ class ClusterShards(RedisShards):
                 return MastersSeen()
             run_ids.append(told["run_id"])
             epochs.append(int(told.get("cluster_current_epoch", 0)))
-        return MastersSeen(max(epochs), ",".join(sorted(run_ids)))
+        return MastersSeen(max(epochs, default=0), ",".join(sorted(run_ids)))
+
+    def _note_refusals(self, found: Sequence[Sequence[Any]]) -> None:
+        """Log changes only. Without these commands all goes well until a server loses something."""
+        refusals = {str(answer) for who in found for answer in who if isinstance(answer, ResponseError)}
+        if bool(refusals) != self._is_refused:
+            self._is_refused = bool(refusals)
+            if refusals:
+                logger.warning("redis refuses INFO or CLUSTER INFO, so entries that a failover loses stay unknown: %s", sorted(refusals)[0])
+            else:
+                logger.info("redis answers INFO and CLUSTER INFO again")
 
 
 def _takes(taking: Taking, events: Sequence[IndexEvent], number: int, ends_ms: int) -> list[Command]:
