@@ -50,8 +50,8 @@ async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) 
     await world.add("b", NAMES, load=0.9)
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 1.0, "it did not wait for the one that stands still"
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=4.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 3.0, "it did not wait for the one that stands still"
     figures = world.parts.figures
     assert (figures.pulls, figures.hedged_pulls, figures.won_hedges, figures.pulled_chunks) == (2, 1, len(NAMES), len(NAMES))
 
@@ -107,9 +107,9 @@ async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town)
     await world.add("a", NAMES)
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    found = taken(await world.pull(NAMES, ["a"], timeout_s=1.0))
+    found = taken(await world.pull(NAMES, ["a"], timeout_s=4.0))
     assert set(found) <= {MissReason.UNAVAILABLE, MissReason.DEADLINE, MissReason.NEVER_STORED}
-    assert asyncio.get_running_loop().time() - began < 0.9
+    assert asyncio.get_running_loop().time() - began < 3.5
     world.proxies["a"].flows.set()
     assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), "it is left alone for a while"
 
