@@ -65,8 +65,8 @@ def wants_packed(request: Request) -> bool:
         HTTPException: 406: it takes neither.
     """
     accept = request.headers.get("accept")
-    if accept is None or accept == "*/*":
-        return False
+    if accept is None or accept in ("*/*", MSGPACK):
+        return accept == MSGPACK
     weights = _weights(accept)
     plain, packed = (_weight(weights, kind) for kind in FORMATS)
     if plain <= 0 and packed <= 0:
