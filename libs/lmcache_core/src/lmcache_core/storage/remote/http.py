@@ -14,6 +14,7 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, release_all
 from lmcache_core.storage.remote.http_transport import StreamTransport
 from lmcache_core.storage.remote.record_stream import RecordStream
@@ -28,6 +29,8 @@ MAX_CONNECTIONS = 8
 MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
 SLICE_BYTES = 1 << 20
+MAX_SENDING_BYTES = 64 << 20
+"""Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one another out of the processor's cache."""
 
 _NOT_STORED = frozenset({408, 409, 413, 422, 429, 503, 507})
 """What a PUT may be answered by a server that is well: it has no room, takes no more, or does not like this record. Reads go on."""
@@ -71,6 +74,7 @@ class HttpBackend(StorageBackend):
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._figures = RemoteFigures()
+        self._sending = ByteGate(MAX_SENDING_BYTES)
 
     async def open(self) -> None:
         """Set the client up; it connects when first needed."""
@@ -190,7 +194,8 @@ class HttpBackend(StorageBackend):
 
     async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
         headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
-        async with client.stream("PUT", f"/v1/chunks/{chunk.key.key.to_url()}", content=_slices(chunk), headers=headers) as response:
+        path = f"/v1/chunks/{chunk.key.key.to_url()}"
+        async with self._sending.using(chunk.num_bytes), client.stream("PUT", path, content=_slices(chunk), headers=headers) as response:
             is_refused = response.status_code in _NOT_STORED
             if not is_refused:
                 _check(response)
