@@ -48,12 +48,13 @@ async def test_one_peer_brings_everything(world: Town) -> None:
 async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) -> None:
     await world.add("a", NAMES)
     await world.add("b", NAMES, load=0.9)
+    assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=4.0)) == ALL
-    assert asyncio.get_running_loop().time() - began < 3.0, "it did not wait for the one that stands still"
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
+    assert asyncio.get_running_loop().time() - began < 1.7, "it did not wait for the one that stands still"
     figures = world.parts.figures
-    assert (figures.pulls, figures.hedged_pulls, figures.won_hedges, figures.pulled_chunks) == (2, 1, len(NAMES), len(NAMES))
+    assert (figures.pulls, figures.hedged_pulls, figures.won_hedges) == (3, 1, len(NAMES))
 
 
 async def test_a_late_peer_is_hedged_past_the_p95(world: Town) -> None:
@@ -69,9 +70,9 @@ async def test_a_late_peer_is_hedged_past_the_p95(world: Town) -> None:
 
 async def test_what_comes_second_is_given_back(world: Town) -> None:
     """Both are slow, so that both bring some of the same chunks."""
-    await world.add("a", NAMES, bytes_per_s=50_000)
-    await world.add("b", NAMES, load=0.9, bytes_per_s=50_000)
-    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=2.0)) == ALL
+    await world.add("a", NAMES, bytes_per_s=30_000)
+    await world.add("b", NAMES, load=0.9, bytes_per_s=30_000)
+    assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=4.0)) == ALL
     assert world.parts.figures.hedged_pulls == 1
     assert world.parts.figures.won_hedges > 0
     await world.arena.until_empty()
@@ -105,11 +106,12 @@ async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
 
 async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town) -> None:
     await world.add("a", NAMES)
+    assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
     began = asyncio.get_running_loop().time()
-    found = taken(await world.pull(NAMES, ["a"], timeout_s=4.0))
-    assert set(found) <= {MissReason.UNAVAILABLE, MissReason.DEADLINE, MissReason.NEVER_STORED}
-    assert asyncio.get_running_loop().time() - began < 3.5
+    found = taken(await world.pull(NAMES, ["a"], timeout_s=2.0))
+    assert set(found) == {MissReason.UNAVAILABLE}
+    assert asyncio.get_running_loop().time() - began < 1.7
     world.proxies["a"].flows.set()
     assert None not in taken(await world.pull(NAMES, ["a"], timeout_s=1.0)), "it is left alone for a while"
 
