@@ -5,6 +5,7 @@ What both formats say alike is one type. The others come in pairs: `ids` of both
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -31,6 +32,8 @@ from lmcache_core.lookup.messages import (
 
 MSGPACK: Final = "application/vnd.msgpack"
 JSON: Final = "application/json"
+
+_ID: Final = struct.Struct(f"{CHUNK_ID_BYTES}s")
 
 PackedIds = Annotated[
     bytes,
@@ -151,7 +154,7 @@ def read_ids(texts: Sequence[str]) -> list[bytes]:
 
 def split_ids(packed: bytes) -> list[bytes]:
     """Chunk ids that lie one behind the other."""
-    return [packed[at : at + CHUNK_ID_BYTES] for at in range(0, len(packed), CHUNK_ID_BYTES)]
+    return [chunk_id for (chunk_id,) in _ID.iter_unpack(packed)]
 
 
 def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
