@@ -80,8 +80,8 @@ def document(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 def test_answers_are_as_documented(document: Any, mode: GenerationMode) -> None:
     num_operations = 0
     media_types: set[str | None] = set()
-    for found in document.get_all_operations():
-        operation = found.ok()
+    # A service that drains refuses other calls with 503, rightly.
+    for operation in sorted((found.ok() for found in document.get_all_operations()), key=lambda one: "drain" in one.path):
         if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query or operation.path_parameters or operation.headers):
             continue  # nothing of it can be wrong
         num_operations += 1
