@@ -14,6 +14,9 @@ VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
 CODE := libs kernels services tests docker
 # How long each target of `make fuzz` is fuzzed
 FUZZ_SECONDS ?= 60
+# How long `make test-chaos` hurts the cluster; SEED=1 replays a plan
+CHAOS_SECONDS ?= 600
+SEED ?=
 # Which release of vLLM `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
 VLLM ?= 0.32.0
 SMOKE ?=
@@ -22,7 +25,7 @@ VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm test-lmcache check bench fuzz lint types contracts helm-check docker-lint format clean model
+.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,6 +42,9 @@ test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready #
 # Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
+
+test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays a plan
+	@$(BIN)/python -m tests.chaos.cluster --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: lint types contracts docker-lint helm-check test ## Everything that CI runs
 
