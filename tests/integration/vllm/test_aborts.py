@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import ChunkStore
+from lmcache_core.integrations.vllm.loads import LoadThread
+from lmcache_core.integrations.vllm.worker import MAX_REST_S
 
 from tests.fixtures.vllm_engine import FULL, Engine, Limits, Request, Shape, Status, running, window
 from tests.fixtures.vllm_engine.stores import WrappedStore
@@ -145,3 +147,22 @@ def test_a_load_that_fails_for_a_client_that_has_gone(module: ModuleType, model:
         world.shut(False)
         engine.run()
         assert other.status is Status.FINISHED_STOPPED
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside another"])
+def test_a_step_waits_for_a_load_only_where_nothing_else_can_go_on(
+    module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    world = World(module, model, Shape(num_blocks=60))
+    with world as engine:
+        waits: list[float] = []
+        monkeypatch.setattr(LoadThread, "wait", lambda thread, limit_s: waits.append(limit_s))
+        other = None if is_alone else engine.add(prompt(2, 20), 12)
+        world.shut(True)
+        loading = engine.add(prompt(1, 43))
+        steps_until(engine, loading, Status.WAITING_FOR_REMOTE_KVS)
+        waits.clear()
+        for _ in range(5):
+            engine.step()
+        assert other is None or not other.status.is_finished
+        assert waits == ([MAX_REST_S] * 5 if is_alone else [])

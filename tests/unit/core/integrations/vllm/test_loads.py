@@ -109,3 +109,28 @@ def test_a_load_that_is_not_tried_has_a_result(made: Callable[..., LoadThread]) 
     thread = made()
     thread.refuse(load_of("r"))
     assert thread.take_results() == [refused(load_of("r"))]
+
+
+def took_s(call: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+def test_who_waits_is_woken_by_the_first_result(made: Callable[..., LoadThread]) -> None:
+    gate = Gate()
+    thread = made(gate)
+    thread.submit(load_of("a"))
+    assert took_s(lambda: thread.wait(0.05)) >= 0.05, "nothing has come"
+    threading.Timer(0.05, gate.is_open.set).start()
+    assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2
+    assert [result.request_id for result in thread.take_results()] == ["a"]
+
+
+def test_nobody_waits_for_what_is_there_or_cannot_come(made: Callable[..., LoadThread]) -> None:
+    thread = made()
+    assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2
+    thread.refuse(load_of("r"))
+    assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2
+    assert thread.take_results() == [refused(load_of("r"))]
+    assert took_s(lambda: thread.wait(PATIENCE_S)) < PATIENCE_S / 2

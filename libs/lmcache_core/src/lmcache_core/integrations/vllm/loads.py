@@ -44,6 +44,8 @@ class LoadThread:
         self._refuse = refuse
         self._waiting: queue.Queue[Load | None] = queue.Queue(MAX_WAITING_LOADS)
         self._lock = threading.Lock()
+        self._has_changed = threading.Condition(self._lock)
+        self._num_underway = 0
         self._results: list[LoadResult] = []
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-loads", daemon=True)
@@ -61,15 +63,24 @@ class LoadThread:
 
     def submit(self, load: Load) -> None:
         """Have a load done; beyond `MAX_WAITING_LOADS` it is refused."""
+        with self._lock:
+            self._num_underway += 1
         try:
             self._waiting.put_nowait(load)
         except queue.Full:
             logger.warning("%d loads are waiting; request %s is computed", MAX_WAITING_LOADS, load.request_id)
-            self.refuse(load)
+            self._done(self._refuse(load))
 
     def refuse(self, load: Load) -> None:
         """A load that is not tried."""
+        with self._lock:
+            self._num_underway += 1
         self._done(self._refuse(load))
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until there is something to take, or nothing that it could come from; at most so long."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._results or not self._num_underway, limit_s)
 
     def take_results(self) -> list[LoadResult]:
         """What has ended since the last call."""
@@ -82,5 +93,7 @@ class LoadThread:
             self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load))
 
     def _done(self, result: LoadResult) -> None:
-        with self._lock:
+        with self._has_changed:
             self._results.append(result)
+            self._num_underway -= 1
+            self._has_changed.notify_all()

@@ -53,10 +53,17 @@ class Store:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything that a worker is to do in one step."""
+    """Everything that a worker is to do in one step.
+
+    Attributes:
+        loads: What to load, or to begin to load.
+        stores: What to store behind it.
+        waits_for_loads: Whether all requests wait for loads: nothing else can go on before one of these is over.
+    """
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
+    waits_for_loads: bool = False
 
 
 @dataclass

@@ -120,6 +120,11 @@ class SchedulerSide:
         self._loads.clear()
         return loads
 
+    def waits_for_loads(self, output: Any) -> bool:
+        """Whether a step (vLLM's `SchedulerOutput`) computes nothing, since all requests wait for loads beside steps."""
+        states = self._states.values()
+        return not output.total_num_scheduled_tokens and bool(states) and all(state.is_loading for state in states)
+
     def plan_stores(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
         """What the workers are to store after this step.
 

@@ -25,6 +25,10 @@ from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
+MAX_REST_S = 0.005
+"""So long a step that computes nothing waits for the loads that everybody waits for: steps that follow each other for nothing take the
+interpreter's lock from them. A request that comes meanwhile waits no longer than that."""
+
 
 @dataclass(frozen=True)
 class _Lane:
@@ -122,6 +126,8 @@ class WorkerSide:
                 self._sync_results.append(result)
                 if not result.is_good:
                     self._failed_in_step.add(load.request_id)
+        if plan.waits_for_loads:
+            self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
         """Copy out what the step has completed; vLLM may use its blocks for something else when this returns.
