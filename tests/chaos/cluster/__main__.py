@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 from tests.chaos.cluster.plan import make_plan
+from tests.chaos.cluster.report import write
 from tests.chaos.cluster.run import Run, Times
 
 WARM_UP_S, AFTER_S = 25.0, 20.0
 PACE_S = 1.5
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def main() -> int:
@@ -22,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay the plan of an earlier run")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long there are faults")
     parser.add_argument("--directory", type=Path, help="where logs stay; by default they are removed")
+    parser.add_argument("--report", action="store_true", help="rewrite the part of docs/benchmarks.md that tells of it")
     arguments = parser.parse_args()
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     times = Times(WARM_UP_S, arguments.seconds, AFTER_S)
@@ -42,6 +45,8 @@ def main() -> int:
     print(f"{ratios}; healed within {outcome.healed_s:.1f} s")
     print(f"{outcome.num_requests} requests, {outcome.num_calls} calls, the longest {outcome.longest_s:.2f} s; misses {outcome.misses}")
     print(f"{outcome.num_flips} bits turned, {outcome.num_cut} connections cut; SEED={seed} replays it")
+    if arguments.report and outcome.hits:
+        write(DOCS, outcome)
     return 1 if outcome.wrong else 0
 
 

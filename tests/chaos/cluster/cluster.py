@@ -193,6 +193,7 @@ class Cluster:
             "disk_path": directory / f"{name}-disk",
             "node": name,
         }
+        own: dict[str, object]
         match kind:
             case "lookup":
                 return common | redis | {"default_ttl_ms": LEASE_MS}
