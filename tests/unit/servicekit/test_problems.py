@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import lmcache_core.errors
 import pytest
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from lmcache_core.errors import (
     AuthenticationError,
     CapacityError,
@@ -20,7 +20,8 @@ from lmcache_core.errors import (
 )
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError, ThrottledError
-from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, ProblemType, problem_of
+from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, ProblemType, install_problem_handlers, problem_of
+from starlette.types import Message
 
 from tests.fixtures.sample_service import Failures, SampleSettings, asgi_client, create_app
 
@@ -176,3 +177,25 @@ async def test_openapi_promises_problems_and_no_422_of_its_own() -> None:
     assert {"Problem"} <= set(schema["components"]["schemas"])
     assert "HTTPValidationError" not in schema["components"]["schemas"]
     assert schema["paths"]["/v1/things"]["post"]["security"] == [{"HTTPBearer": []}]
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_bug() -> None:
+    app = FastAPI()
+    install_problem_handlers(app)
+
+    @app.post("/bodies")
+    async def take(request: Request) -> int:
+        return len(await request.body())
+
+    coming: list[Message] = [{"type": "http.request", "body": b"half of", "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return coming.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/bodies", "headers": [], "query_string": b"", "http_version": "1.1"}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 400

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from lmcache_core import errors as core
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from lmcache_servicekit import errors
 
@@ -118,6 +119,7 @@ def install_problem_handlers(app: FastAPI, more: Mapping[type[Exception], Proble
     app.add_exception_handler(core.LMCacheError, on_domain_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_lost_client)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -139,6 +141,11 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     title = _TITLES.get(error.status_code) or http.HTTPStatus(error.status_code).phrase
     detail = error.detail if error.detail and error.detail != title else None
     return problem_response(error.status_code, title, detail=detail, headers=error.headers)
+
+
+async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:
+    """Nobody reads this; without it the server logs a traceback for each client that dies while it sends."""
+    return problem_response(400, http.HTTPStatus(400).phrase, detail="the client went away in the middle of its body")
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
