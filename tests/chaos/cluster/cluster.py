@@ -29,7 +29,6 @@ ARENA_CHUNKS, SIDECAR_DISK_CHUNKS = 70, 50
 """A fraction of what the workload asks for, so that peers and storages are asked all the time."""
 STORAGE_CHUNKS, STORAGE_DISK_CHUNKS = 150, 250
 TIER_TIMEOUT_S = 0.8
-LEASE_MS = 4000
 REST_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 60.0
 FULL_FILE_BYTES = CHUNK_BYTES // 2
@@ -196,9 +195,9 @@ class Cluster:
         own: dict[str, object]
         match kind:
             case "lookup":
-                return common | redis | {"default_ttl_ms": LEASE_MS}
+                return common | redis
             case "broker":
-                return common | redis | keys | {"default_lease_ttl_ms": LEASE_MS}
+                return common | redis | keys
             case "storage":
                 own = {"advertise_url": f"lm://127.0.0.1:{ports[name]}", "replicas_url": storages}
                 own |= {"memory_gb": STORAGE_CHUNKS * CHUNK_BYTES / GB, "disk_gb": STORAGE_DISK_CHUNKS * CHUNK_BYTES / GB}

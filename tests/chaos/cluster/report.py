@@ -62,6 +62,11 @@ def figures(outcome: Outcome) -> Section:
         ("during them", f"{outcome.hit_during:.2f}", ""),
         ("after them", f"{outcome.hit_after:.2f}", f"everything was found everywhere {outcome.healed_s:.1f} s after the last"),
         ("largest growth of a service, MB", f"{grown[worst]:.0f}" if worst else "", worst or ""),
+        (
+            "chunks missed",
+            f"{sum(outcome.misses.values()):,}",
+            ", ".join(f"{reason} {num:,}" for reason, num in sorted(outcome.misses.items())),
+        ),
         ("bits turned", f"{outcome.num_flips:,}", ""),
         ("connections cut", f"{outcome.num_cut:,}", ""),
     ]

@@ -252,6 +252,8 @@ def untidy(cluster: Cluster) -> list[str]:
         if status is None or tiers is None:
             wrong.append(f"{name} does not answer")
             continue
+        if not status["arena"]["is_recorded"]:
+            wrong.append(f"{name} does not write down what is in its memory")
         hot = tiers["tiers"]["Hot"]
         lent = {what: status[what] for what in ("reserved_bytes", "held_bytes", "pinned_bytes", "pending_bytes") if status[what]}
         if status["arena"]["lent_bytes"]:
