@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,16 +14,12 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.chaos.cluster.cluster import Cluster
 from tests.chaos.cluster.engines import Engines
-from tests.chaos.cluster.plan import SERVICES, SIDECARS, Fault
+from tests.chaos.cluster.inspection import Usage, grown, until_tidy, usages
+from tests.chaos.cluster.plan import SIDECARS, Fault
 
 HEAL_TIMEOUT_S = 45.0
-SETTLE_TIMEOUT_S = 20.0
 HIT_SHARE = 0.7
 """Of the hit ratio before the faults: that much must be back after them."""
-MEMORY_SHARE, MEMORY_MB = 0.25, 24.0
-"""What a process may hold beyond what it held after the warm-up: a share of that, and megabytes."""
-MORE_FILES = 24
-"""File descriptors that a process may hold beyond what it held after the warm-up: kept connections come and go."""
 FIRST_PROBE = 10_000
 
 
@@ -41,14 +36,6 @@ class Times:
     warm_up_s: float
     chaos_s: float
     after_s: float
-
-
-@dataclass
-class Usage:
-    """What a process holds: private memory in MB, file descriptors."""
-
-    memory_mb: float
-    num_files: int
 
 
 @dataclass
@@ -133,7 +120,7 @@ class Run:
         if outcome.hit_after < HIT_SHARE * outcome.hit_before:
             outcome.wrong.append(f"hits are not back: {outcome.hit_after:.2f} after, {outcome.hit_before:.2f} before")
         engines.tell_all("pause")
-        outcome.wrong += _until_tidy(cluster)
+        outcome.wrong += until_tidy(cluster)
         outcome.after = usages(cluster)
         outcome.wrong += grown(outcome.before, outcome.after)
 
@@ -219,61 +206,6 @@ def inflict(cluster: Cluster, fault: Fault) -> None:
             links.all[name].flip_share = fault.amount
             time.sleep(lasts_s)
             links.all[name].flip_share = 0.0
-
-
-def usages(cluster: Cluster) -> dict[str, Usage]:
-    """Of every service. Shared memory does not count: arenas are files of a fixed size."""
-    found = {}
-    for name in SERVICES:
-        directory = Path(f"/proc/{cluster.running[name].process.pid}")
-        status = (directory / "status").read_text()
-        num_kb = sum(int(number) for number in re.findall(r"^(?:RssAnon|RssFile):\s+(\d+)", status, re.MULTILINE))
-        found[name] = Usage(num_kb / 1024, sum(1 for _ in (directory / "fd").iterdir()))
-    return found
-
-
-def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
-    """Who holds more than it may."""
-    wrong = []
-    for name, now in after.items():
-        then = before[name]
-        if now.memory_mb > then.memory_mb * (1 + MEMORY_SHARE) + MEMORY_MB:
-            wrong.append(f"{name} has grown from {then.memory_mb:.0f} to {now.memory_mb:.0f} MB")
-        if now.num_files > then.num_files + MORE_FILES:
-            wrong.append(f"{name} has {now.num_files} file descriptors open, {then.num_files} before")
-    return wrong
-
-
-def untidy(cluster: Cluster) -> list[str]:
-    """What is lent, or unaccounted for, while nobody works."""
-    wrong = []
-    for name in SIDECARS:
-        status, tiers = cluster.get(name, "/v1/status"), cluster.get(name, "/v1/tiers")
-        if status is None or tiers is None:
-            wrong.append(f"{name} does not answer")
-            continue
-        if not status["arena"]["is_recorded"]:
-            wrong.append(f"{name} does not write down what is in its memory")
-        hot = tiers["tiers"]["Hot"]
-        lent = {what: status[what] for what in ("reserved_bytes", "held_bytes", "pinned_bytes", "pending_bytes") if status[what]}
-        if status["arena"]["lent_bytes"]:
-            lent["lent_bytes"] = status["arena"]["lent_bytes"]
-        if hot["arena_used_bytes"] != hot["used_bytes"]:
-            lent["arena_used_bytes"] = f"{hot['arena_used_bytes']}, its chunks are {hot['used_bytes']}"
-        if lent:
-            wrong.append(f"{name} still holds for nobody: {lent}")
-    for name in ("broker-0", "broker-1"):
-        pulls = re.search(r"^lmcache_broker_pulls_in_flight(?:\{.*\})? (\S+)", cluster.get(name, "/metrics") or "", re.MULTILINE)
-        if pulls is None or float(pulls[1]):
-            wrong.append(f"{name} counts pulls in flight: {pulls and pulls[1]}")
-    return wrong
-
-
-def _until_tidy(cluster: Cluster) -> list[str]:
-    deadline = time.monotonic() + SETTLE_TIMEOUT_S
-    while (wrong := untidy(cluster)) and time.monotonic() < deadline:
-        time.sleep(0.3)
-    return wrong
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.cluster.inspection import Usage, grown
 from tests.chaos.cluster.plan import KINDS, make_plan
-from tests.chaos.cluster.run import Run, Times, Usage, grown
+from tests.chaos.cluster.run import Run, Times
 
 SHORT = Times(warm_up_s=5.0, chaos_s=14.0, after_s=4.0)
 PACE_S = 0.6

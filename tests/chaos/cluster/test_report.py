@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.cluster import report
+from tests.chaos.cluster.inspection import Usage
 from tests.chaos.cluster.plan import KINDS, make_plan
 from tests.chaos.cluster.plot import draw
-from tests.chaos.cluster.run import Outcome, Times, Usage
+from tests.chaos.cluster.run import Outcome, Times
 
 HITS = [(-10.0, 0.0), (0.0, 0.9), (60.0, 0.5), (120.0, 1.0)]
 SVG = "{http://www.w3.org/2000/svg}"
