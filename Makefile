@@ -43,8 +43,8 @@ test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready #
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
 
-test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays a plan
-	@$(BIN)/python -m tests.chaos.cluster --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
+test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
+	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: lint types contracts docker-lint helm-check test ## Everything that CI runs
 

@@ -60,7 +60,11 @@ def figures(outcome: Outcome) -> Section:
         ),
         ("hit ratio before the faults", f"{outcome.hit_before:.2f}", "of tokens that prompts share"),
         ("during them", f"{outcome.hit_during:.2f}", ""),
-        ("after them", f"{outcome.hit_after:.2f}", f"everything was found everywhere {outcome.healed_s:.1f} s after the last"),
+        (
+            "after them",
+            f"{outcome.hit_after:.2f}",
+            f"what each engine stored, the next one found {outcome.healed_s:.1f} s after the last of them",
+        ),
         ("largest growth of a service, MB", f"{grown[worst]:.0f}" if worst else "", worst or ""),
         (
             "chunks missed",

@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         wrong: What must not be, in words; empty is good.
         begin_s: `time.monotonic()` at the first fault's zero.
-        healed_s: How long after the last fault everything was found everywhere again.
+        healed_s: How long after the last fault each engine found again what another had stored.
         hits: `(second, hit ratio)` from the start of the warm-up on; seconds count from `begin_s`.
     """
 
@@ -136,7 +136,7 @@ class Run:
             done.result(HEAL_TIMEOUT_S * 2)
 
     def _heal(self, cluster: Cluster, engines: Engines) -> float:
-        """Wait until all are ready, and what one engine stores every other one finds; how long that took."""
+        """Wait until all are ready, and what each engine stores the next one finds; how long that took."""
         begin_s = time.monotonic()
         cluster.until_ready(HEAL_TIMEOUT_S)
         engines.tell_all("pause")
