@@ -19,6 +19,7 @@ from tests.fixtures.wire import MemoryStore, RawConnection, connected
 
 class TakingStore(MemoryStore):
     room = True
+    is_staying = True
 
     def has_room(self, num_bytes: int) -> bool:
         return self.room
@@ -80,6 +81,17 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
         assert await client.hand_over([chunk_of(i, "acme") for i in range(3)], may_evict=False) == [False] * 3
         assert not store.chunks
         assert await client.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
+
+
+async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
+    """Clients still read it; but what two servers that end have of each other would be lost."""
+    store, keys = TakingStore(), [make_key("a", "home")]
+    async with serving(store) as server, giver(server) as ending, giver(server, "client") as reader:
+        assert await ending.put([chunk_of("a", "home")]) == [True]
+        assert await ending.contains(keys) == await reader.contains(keys) == [True]
+        store.is_staying = False
+        assert await ending.contains(keys) == [False]
+        assert await reader.contains(keys) == [True]
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])

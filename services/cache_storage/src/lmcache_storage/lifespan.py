@@ -78,7 +78,7 @@ class _Opening:
         gate, counters = Gate(), Counters()
         limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes, admit=self._state.admit)
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
-        store = HandoverDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters, held, stack)
+        store = HandoverDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters, held, stack, gate.is_open)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
         lm_server = LmServer(

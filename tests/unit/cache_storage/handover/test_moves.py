@@ -44,6 +44,7 @@ class Taking(MemoryStore):
 
     takes = True
     room = True
+    is_staying = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Here:
         self.mover = Mover(self.held, self.neighbours, self.counters)
         self.drain = Drain(timeout_s, self.stack, self.held, self.neighbours, self.mover)
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
-        self.door = HandoverDoor(ServedDoor(LocalStore(self.stack, lambda: True)), self.counters, self.held, self.stack)
+        self.door = HandoverDoor(ServedDoor(LocalStore(self.stack, lambda: True)), self.counters, self.held, self.stack, lambda: True)
         self.rebalancer = Rebalancer(self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True)
 
     async def start(self, *names: str) -> None:

@@ -202,6 +202,8 @@ class Session:
                 await self._send(correlation_id, messages.Pong())
             case messages.Contains():
                 present = await store.contains(self._keys(message))
+                if self._handovers is not None and not self._handovers.is_staying:
+                    present = [False] * len(present)
                 await self._send(correlation_id, messages.ContainsOk(present))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)

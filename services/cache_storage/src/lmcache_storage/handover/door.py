@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from lmcache_core.record import Chunk
 from lmcache_core.storage.served_door import ServedDoor
@@ -27,17 +28,24 @@ class HandoverDoor(CountedDoor):
         counters: The same.
         chunks: Tells whether there is room.
         stack: Where chunks are kept.
+        is_staying: Says whether this server takes chunks still.
 
     Attributes:
         num_received: Chunks that have been taken over so far.
     """
 
-    def __init__(self, door: ServedDoor, counters: Counters, chunks: HeldChunks, stack: TierStack) -> None:
+    def __init__(self, door: ServedDoor, counters: Counters, chunks: HeldChunks, stack: TierStack, is_staying: Callable[[], bool]) -> None:
         super().__init__(door, counters)
+        self._is_staying = is_staying
         self._chunks = chunks
         self._stack = stack
         self.num_received = 0
         self._max_pending_bytes = stack.hot.stats()["capacity_bytes"] // MAX_PENDING_SHARE
+
+    @property
+    def is_staying(self) -> bool:
+        """See `TakesHandovers.is_staying`."""
+        return self._is_staying()
 
     def has_room(self, num_bytes: int) -> bool:
         """See `TakesHandovers.has_room`."""
