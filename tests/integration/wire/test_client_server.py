@@ -13,7 +13,7 @@ from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ServerLimits
 
-from tests.fixtures.wire import Arena, MemoryStore, Tenant, by_token, client_of, keys_of, serving
+from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
 
 SIZES = (0, 1, 511, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 2_500_000)
 
@@ -305,34 +305,6 @@ async def test_a_bug_in_the_store_ends_the_connection_and_not_the_server(caplog:
     assert "KeyError" in caplog.text
 
 
-async def test_too_many_connections_are_turned_away() -> None:
-    async with serving(MemoryStore(), ServerLimits(max_connections=1)) as server, client_of(server.port) as first:
-        await first.ping()
-        async with client_of(server.port) as second:
-            with pytest.raises(UnavailableError, match="busy"):
-                await second.ping()
-        await first.ping()
-
-
-async def test_clients_that_are_not_let_in_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(token: str | None) -> Tenant:
-        raise AuthenticationError("no")
-
-    caplog.set_level("INFO")
-    async with serving(MemoryStore(), authenticate=refuse) as server:
-        for _ in range(5):
-            async with client_of(server.port) as client:
-                with pytest.raises(AuthenticationError):
-                    await client.ping()
-    async with serving(MemoryStore(), ServerLimits(max_connections=1)) as server, client_of(server.port) as first:
-        await first.ping()
-        for _ in range(5):
-            async with client_of(server.port) as client:
-                with pytest.raises(UnavailableError, match="busy"):
-                    await client.ping()
-    assert [caplog.text.count(words) for words in ("refused: no", "turned away")] == [1, 1]
-
-
 async def test_a_closed_client_stays_closed() -> None:
     async with serving(MemoryStore()) as server, client_of(server.port) as client:
         await client.ping()
@@ -340,20 +312,6 @@ async def test_a_closed_client_stays_closed() -> None:
         await client.close()
         with pytest.raises(UnavailableError):
             await client.ping()
-
-
-async def test_the_authenticator_sees_the_token() -> None:
-    seen: list[str | None] = []
-
-    def remember(token: str | None) -> Tenant:
-        seen.append(token)
-        return Tenant("t")
-
-    async with serving(MemoryStore(), authenticate=remember) as server, client_of(server.port, "secret") as one:
-        await one.ping()
-        async with client_of(server.port) as other:
-            await other.ping()
-    assert seen == ["secret", None]
 
 
 async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
