@@ -11,13 +11,18 @@ import typer
 from lmcache_core.errors import LMCacheError
 
 from lmcache_ctl.codec.commands import app as codec
-from lmcache_ctl.errors import CtlError
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.explain.commands import explain
 from lmcache_ctl.lookup.commands import app as lookup
 from lmcache_ctl.sidecar.commands import app as sidecar
+from lmcache_ctl.status.commands import status
 
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
 
-app = typer.Typer(name="lmcachectl", add_completion=False, no_args_is_help=True, help="The command line of the shared KV cache.")
+app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
+app.command()(status)
+app.command()(explain)
 app.add_typer(codec, name="codec")
 app.add_typer(lookup, name="lookup")
 app.add_typer(sidecar, name="sidecar")
@@ -47,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         app(arguments, prog_name="lmcachectl")
+    except UsageError as exc:
+        typer.echo(f"lmcachectl: {exc}", err=True)
+        sys.exit(EXIT_USAGE)
     except (CtlError, LMCacheError) as exc:
         typer.echo(f"lmcachectl: {exc}", err=True)
         sys.exit(EXIT_FAILURE)

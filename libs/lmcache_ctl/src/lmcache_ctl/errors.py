@@ -1,8 +1,13 @@
-"""The exception of the command line.
+"""The exceptions of the command line.
 
-CtlError   a command cannot do what it was asked; its text says why and what would help
+CtlError         a command cannot do what it was asked; its text says why and what would help
+`-- UsageError   it was called, or configured, wrongly
 """
 
 
 class CtlError(Exception):
     """A command cannot do what it was asked: one line on standard error, and exit code 1."""
+
+
+class UsageError(CtlError):
+    """An option, a variable or the settings file is wrong: one line on standard error, and exit code 2."""

@@ -1,10 +1,10 @@
-"""How commands print: JSON for programs, tables for people."""
+"""How commands print: JSON or YAML for programs, tables for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -17,20 +17,46 @@ GB = 10**9
 MICRO = 1e-6
 UNKNOWN = "-"
 
+T = TypeVar("T")
+
 
 class OutputFormat(StrEnum):
     """What `-o` takes."""
 
     TABLE = "table"
     JSON = "json"
+    YAML = "yaml"
 
 
-Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="A table for people, or JSON.")]
+Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="A table for people; JSON or YAML for programs.")]
+
+
+def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
+    """Print what a command has found.
+
+    Args:
+        value: Structs, lists, dicts.
+        output: How.
+        as_table: Prints it for people.
+    """
+    if output is OutputFormat.JSON:
+        print_json(value)
+    elif output is OutputFormat.YAML:
+        print_yaml(value)
+    else:
+        as_table(value)
 
 
 def print_json(value: Any) -> None:
     """Print structs, lists and dicts as indented JSON."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def print_yaml(value: Any) -> None:
+    """Print structs, lists and dicts as YAML, in their own order."""
+    import yaml
+
+    typer.echo(yaml.safe_dump(msgspec.to_builtins(value, str_keys=True), sort_keys=False, allow_unicode=True, width=1000), nl=False)
 
 
 def print_text(text: str) -> None:
@@ -77,3 +103,13 @@ def speed_text(bytes_per_s: float | None) -> str:
 def error_text(error: float | None) -> str:
     """A relative error in percent."""
     return UNKNOWN if error is None else f"{100 * error:.2f}%"
+
+
+def share_text(share: float | None) -> str:
+    """A share of one in percent."""
+    return UNKNOWN if share is None else f"{100 * share:.1f}%"
+
+
+def count_text(number: float) -> str:
+    """A number of things, with thousands apart."""
+    return f"{number:,.0f}"

@@ -9,9 +9,13 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from lmcache_ctl.codec.stats import MAX_ANSWER_BYTES, ProfileErrors, fetch_stats, read_stats
+from lmcache_ctl.cluster.asking import MAX_ANSWER_BYTES
+from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.codec.stats import CodecStats, ProfileErrors, fetch_stats, read_stats
 from lmcache_ctl.codec.tables import print_stats
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.settings import CtlSettings
 
 URL = "http://sidecar:8083"
 METRICS = b"""# TYPE lmcache_build_info gauge
@@ -125,14 +129,18 @@ def service() -> Iterator[str]:
         server.server_close()
 
 
+def fetch(url: str, token: Path | None = None) -> CodecStats:
+    return Reach(CtlSettings(sidecar_urls=(url,), token_file=token, timeout_s=60)).ask_one(Kind.SIDECAR, fetch_stats)
+
+
 def test_a_token_opens_the_figures_by_tier(service: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
-    assert fetch_stats(service).tiers == []
-    assert [tier.name for tier in fetch_stats(service + "/", token).tiers] == ["RemoteBackend"]
+    assert fetch(service).tiers == []
+    assert [tier.name for tier in fetch(service + "/", token).tiers] == ["RemoteBackend"]
 
 
 @pytest.mark.parametrize(("path", "told"), [("/elsewhere", "answered 404"), ("/long", "more than")])
 def test_strange_answers(service: str, path: str, told: str) -> None:
     with pytest.raises(CtlError, match=told):
-        fetch_stats(service + path)
+        fetch(service + path)

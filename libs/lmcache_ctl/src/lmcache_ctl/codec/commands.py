@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from lmcache_ctl.options import DEFAULT_SIDECAR_URL, SidecarUrl, Tls, TokenFile
-from lmcache_ctl.output import Output, OutputFormat, print_json
+from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.options import reaches
+from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.reach import Reach
 
 EXIT_DAMAGED = 1
 DEFAULT_TOKENS = 512
@@ -27,12 +29,8 @@ def _checked_profiles(profiles: list[str]) -> list[str]:
 
 
 @app.command()
-def stats(
-    url: SidecarUrl = DEFAULT_SIDECAR_URL,
-    token_file: TokenFile = None,
-    tls: Tls = None,
-    output: Output = OutputFormat.TABLE,
-) -> None:
+@reaches(Kind.SIDECAR)
+def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show what the codecs of a sidecar did since its start.
 
     Bytes before and after, how many times smaller, and speed in GB (10^9 raw
@@ -43,8 +41,7 @@ def stats(
     from lmcache_ctl.codec.stats import fetch_stats
     from lmcache_ctl.codec.tables import print_stats
 
-    found = fetch_stats(url, token_file, tls)
-    _print(found, output, print_stats)
+    show(reach.ask_one(Kind.SIDECAR, fetch_stats), output, print_stats)
 
 
 @app.command()
@@ -61,7 +58,7 @@ def inspect(
     from lmcache_ctl.codec.tables import print_files
 
     files = [inspect_file(path) for path in record_files(paths)]
-    _print(files, output, print_files)
+    show(files, output, print_files)
     if any(file.fault for file in files):
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -92,11 +89,4 @@ def measure(
     from lmcache_ctl.codec.measurement import measure_profiles
     from lmcache_ctl.codec.tables import print_measurements
 
-    _print(measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements)
-
-
-def _print(value: Any, output: OutputFormat, as_table: Any) -> None:
-    if output is OutputFormat.JSON:
-        print_json(value)
-    else:
-        as_table(value)
+    show(measure_profiles(load_kv(kv, model, tokens), profiles, threads), output, print_measurements)

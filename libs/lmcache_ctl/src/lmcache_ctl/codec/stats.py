@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -29,13 +27,11 @@ from lmcache_core.telemetry import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmcache_ctl.cluster.asking import Caller
+from lmcache_ctl.cluster.figures import BUILD_INFO
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.output import MICRO
-from lmcache_ctl.rest import tls_context
 
-TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 16 << 20
-BUILD_INFO = "lmcache_build_info"
 _PREFIX, _SUFFIX = "lmcache_codec_", "_total"
 _COUNTERS = (
     CODEC_ENCODED_CHUNKS_TOTAL,
@@ -156,36 +152,17 @@ class _Tiers(msgspec.Struct):
     tiers: dict[str, dict[str, int]]
 
 
-class _Answer(NamedTuple):
-    status: int
-    body: bytes
-
-
-def fetch_stats(url: str, token_file: Path | None = None, tls: str | None = None) -> CodecStats:
+async def fetch_stats(caller: Caller) -> CodecStats:
     """Ask a sidecar.
-
-    Args:
-        url: Its REST address, `http://host:port`.
-        token_file: Holds the token to show it; None for none.
-        tls: See `RestService`.
 
     Raises:
         CtlError: It does not answer, or answers what is not a sidecar's.
     """
-    try:
-        headers = {} if token_file is None else {"Authorization": f"Bearer {token_file.read_text(encoding='utf-8').strip()}"}
-    except (OSError, UnicodeDecodeError) as exc:
-        raise CtlError(f"cannot read the token file {token_file}: {exc}") from exc
-    base = url.rstrip("/")
-    try:
-        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=tls_context(url, tls), trust_env=False) as client:
-            metrics, tiers = _get(client, f"{base}/metrics"), _get(client, f"{base}/v1/tiers")
-    except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        reason = str(exc) or type(exc).__name__
-        raise CtlError(f"no answer from {base}: {reason}; is a sidecar listening there (--url)?") from exc
+    url = caller.service.url
+    metrics, tiers = await caller.get("/metrics"), await caller.get("/v1/tiers")
     if metrics.status != httpx.codes.OK:
-        raise CtlError(f"{base}/metrics answered {metrics.status}; is that the REST port of a sidecar?")
-    return read_stats(base, metrics.body, tiers)
+        raise CtlError(f"{url}/metrics answered {metrics.status}; is that the REST port of a sidecar?")
+    return read_stats(url, metrics.body, (tiers.status, tiers.body))
 
 
 def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats:
@@ -239,13 +216,3 @@ def _read_tiers(status: int, body: bytes) -> tuple[Mapping[str, Mapping[str, flo
         return msgspec.json.decode(body, type=_Tiers).tiers, ""
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}, "its figures by tier cannot be read here; it may be of another version"
-
-
-def _get(client: httpx.Client, url: str) -> _Answer:
-    body = bytearray()
-    with client.stream("GET", url) as response:
-        for piece in response.iter_bytes():
-            body += piece
-            if len(body) > MAX_ANSWER_BYTES:
-                raise CtlError(f"{url} answered more than {MAX_ANSWER_BYTES} bytes")
-        return _Answer(response.status_code, bytes(body))

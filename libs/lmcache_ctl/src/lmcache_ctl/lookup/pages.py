@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from lmcache_ctl.cluster.services import Kind
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.rest import RestService
+from lmcache_ctl.reach import Reach
 
 MAX_PAGES = 1000
 
 
-def all_tenants(service: RestService) -> list[str]:
+def all_tenants(reach: Reach) -> list[str]:
     """The names of all pages.
 
     Raises:
@@ -17,7 +18,7 @@ def all_tenants(service: RestService) -> list[str]:
     names: list[str] = []
     after = ""
     for _ in range(MAX_PAGES):
-        page = service.ask("GET", f"/v1/tenants{after}")
+        page = reach.ask(Kind.LOOKUP, "GET", f"/v1/tenants{after}")
         names += page["tenants"]
         if page["next_after"] is None:
             return names

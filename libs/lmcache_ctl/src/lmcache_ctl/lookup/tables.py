@@ -35,3 +35,17 @@ def print_routes(found: Mapping[str, Any], num_asked: int) -> None:
         return
     rows = [(one["instance"], f"{one['num_prefix']} of {num_asked}") for one in found["instances"]]
     print_table("", ("instance", "chunks of the prefix"), rows)
+
+
+def print_prefix(found: Mapping[str, Any]) -> None:
+    """How many chunks from the first on are cached, and a line for each of those with its holders."""
+    if found["degraded"]:
+        print_text(DEGRADED)
+        return
+    print_text(f"The first {found['num_prefix']} of {len(found['chunk_ids'])} chunks are cached.")
+    rows = [
+        (chunk_id, ", ".join(f"{one['instance']} ({one['tier']})" for one in holders))
+        for chunk_id, holders in zip(found["chunk_ids"], found["holders"], strict=False)
+    ]
+    if rows:
+        print_table("", ("chunk", "held by"), rows, left=2)

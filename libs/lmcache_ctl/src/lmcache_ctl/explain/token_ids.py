@@ -1,4 +1,4 @@
-"""What a sidecar's REST is asked with."""
+"""Token ids that a command is given."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ import sys
 from pathlib import Path
 
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.rest import RestService
 
 STANDARD_INPUT = Path("-")
-
-
-class Sidecar(RestService):
-    """Asks one sidecar.
-
-    Args:
-        url: Its REST address.
-        token_file: Holds the token to show; None for none.
-        tls: See `RestService`.
-    """
-
-    def __init__(self, url: str, token_file: Path | None, tls: str | None = None) -> None:
-        super().__init__("sidecar", url, token_file, tls)
 
 
 def read_token_ids(path: Path) -> list[int]:

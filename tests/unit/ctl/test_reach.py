@@ -1,8 +1,7 @@
-"""What a sidecar is asked, and what strange answers become."""
+"""What services are asked, and what strange answers become."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,9 +10,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from lmcache_ctl import rest
+from lmcache_ctl.cluster import asking
+from lmcache_ctl.cluster.services import Kind
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.sidecar.rest import STANDARD_INPUT, Sidecar, read_token_ids
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.settings import CtlSettings
 
 ANSWERS = {
     "/fine": (200, b'{"a": 1}'),
@@ -64,11 +65,15 @@ def url() -> Iterator[str]:
         server.server_close()
 
 
+def ask(url: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any]:
+    return Reach(CtlSettings(sidecar_urls=(url,), **settings)).ask(Kind.SIDECAR, "POST", path, body)
+
+
 def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     asked: dict[str, Any] = {"token_ids": [1, 2]}
-    assert Sidecar(url + "/", tmp_path / "token").ask("POST", "/echo", asked) == {"token": "Bearer s3cret", "body": asked}
-    assert Sidecar(url, None).ask("POST", "/fine") == {"a": 1}
+    assert ask(url + "/", "/echo", asked, token_file=tmp_path / "token") == {"token": "Bearer s3cret", "body": asked}
+    assert ask(url, "/fine", {}) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -78,28 +83,12 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
         ("/bare", "answered 403: Not you"),
         ("/invalid", "answered 422: body.a.0: not so; body.b: nor so"),
         ("/strange", "answered 422: No"),
-        ("/html", "is that the REST port of a sidecar"),
-        ("/list", "is that the REST port of a sidecar"),
+        ("/html", "is that the REST port of a service of this cache"),
+        ("/list", "something else than an object"),
         ("/long", "more than 50000 bytes"),
     ],
 )
 def test_other_answers_are_told(url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "MAX_ANSWER_BYTES", 50_000)
+    monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 50_000)
     with pytest.raises(CtlError, match=told):
-        Sidecar(url, None).ask("POST", path)
-
-
-@pytest.mark.parametrize("text", ["1 2\n3\n", "[1, 2, 3]", "1,2,3", " [1,\n2 , 3]\n"])
-def test_token_ids_are_read_as_people_write_them(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokens").write_text(text)
-    assert read_token_ids(tmp_path / "tokens") == [1, 2, 3]
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert read_token_ids(STANDARD_INPUT) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("content", [b"", b"1 -2", b"1 31337x", b"[1, [2]]", b"\xff\xfe", "\u0661".encode()])
-def test_what_is_no_token_id_is_refused_and_not_repeated(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_bytes(content)
-    with pytest.raises(CtlError) as caught:
-        read_token_ids(tmp_path / "tokens")
-    assert "31337" not in str(caught.value)
+        ask(url, path, {})

@@ -1,0 +1,106 @@
+"""Where services are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+
+from lmcache_ctl.errors import UsageError
+from lmcache_ctl.settings import CtlSettings
+
+MAX_REPLICAS_OF_A_NAME: Final = 256
+
+
+class Kind(StrEnum):
+    """What a service is; in the order in which they are shown."""
+
+    LOOKUP = "lookup"
+    BROKER = "broker"
+    STORAGE = "storage"
+    SIDECAR = "sidecar"
+
+
+DEFAULT_PORTS: Final = {Kind.STORAGE: 8080, Kind.LOOKUP: 8081, Kind.BROKER: 8082, Kind.SIDECAR: 8083}
+DISTRIBUTIONS: Final = {
+    Kind.LOOKUP: "lmcache-lookup",
+    Kind.BROKER: "lmcache-broker",
+    Kind.STORAGE: "lmcache-storage",
+    Kind.SIDECAR: "lmcache-sidecar",
+}
+"""What each calls itself in `lmcache_build_info`."""
+
+
+class Service(msgspec.Struct, frozen=True):
+    """One process that can be asked.
+
+    Attributes:
+        kind: What it should be.
+        name: For people: its pod, or host and port.
+        url: REST address, `http(s)://host:port`.
+        tls_name: What its certificate names where that is not the host of the URL; None: the host.
+        host: The header `Host` where that is not the host of the URL; None: it is.
+        problem: Why it cannot be asked; "" if it can.
+        socket_path: Unix socket that leads to it; None: its URL does.
+    """
+
+    kind: Kind
+    name: str
+    url: str
+    tls_name: str | None = None
+    host: str | None = None
+    problem: str = ""
+    socket_path: str | None = None
+
+
+def services_of(settings: CtlSettings) -> list[Service]:
+    """The services that the settings name by URL; where they name none, those at the default ports of this machine.
+
+    Raises:
+        UsageError: A URL names no host, or an impossible port.
+    """
+    if not settings.names_urls:
+        return [Service(kind, f"127.0.0.1:{DEFAULT_PORTS[kind]}", f"http://127.0.0.1:{DEFAULT_PORTS[kind]}") for kind in Kind]
+    by_kind = {
+        Kind.LOOKUP: settings.lookup_urls,
+        Kind.BROKER: settings.broker_urls,
+        Kind.STORAGE: settings.storage_urls,
+        Kind.SIDECAR: settings.sidecar_urls,
+    }
+    return [service for kind, urls in by_kind.items() for url in urls for service in _replicas(kind, url, settings.tls_name)]
+
+
+def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Service]:
+    """Each address that a name leads to, as a headless service's does."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise UsageError(f"{url!r}: {exc}") from exc
+    if not host or parts.username or parts.password:
+        raise UsageError(f"{url!r} must be http(s)://host:port; a token is given by --token-file")
+    addresses = _addresses(host)
+    if len(addresses) < 2:
+        yield Service(kind, parts.netloc, url.rstrip("/"), tls_name)
+        return
+    for address in addresses:
+        at = f"[{address}]" if ":" in address else address
+        netloc = at if port is None else f"{at}:{port}"
+        yield Service(kind, netloc, urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", "")), tls_name or host, parts.netloc)
+
+
+def _addresses(host: str) -> list[str]:
+    """Of the family that has most; none where the name is not known, which asking will tell in better words."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    by_family: dict[int, set[str]] = {}
+    for family, _, _, _, address in found:
+        by_family.setdefault(family, set()).add(str(address[0]))
+    most = max(by_family, key=lambda family: len(by_family[family]))
+    return sorted(by_family[most])[:MAX_REPLICAS_OF_A_NAME]

@@ -1,0 +1,1 @@
+"""`lmcachectl explain`: where each chunk of a prompt is, and why it is missing."""

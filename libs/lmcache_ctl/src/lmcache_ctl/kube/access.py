@@ -1,0 +1,116 @@
+"""The Kubernetes API, as a kubeconfig or a pod's own account knows it. Needs `lmcache-ctl[kubernetes]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.settings import CtlSettings
+
+POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+DEFAULT_NAMESPACE: Final = "default"
+NOT_INSTALLED: Final = "services in Kubernetes are found with the package 'kubernetes': pip install 'lmcache-ctl[kubernetes]'"
+MAX_PAGES: Final = 64
+PAGE: Final = 250
+
+
+class Cluster:
+    """A cluster's API, and one namespace of it.
+
+    Args:
+        settings: Which kubeconfig, context and namespace.
+
+    Raises:
+        UsageError: The package is not installed, the kubeconfig cannot be read, or it does not have that context.
+    """
+
+    def __init__(self, settings: CtlSettings) -> None:
+        self.timeout_s = settings.timeout_s
+        self.configuration, namespace = _load(settings)
+        self.namespace = settings.namespace or namespace
+
+    def client(self) -> Any:
+        """A `kubernetes.client.ApiClient` of its own."""
+        from kubernetes import client
+
+        return client.ApiClient(self.configuration)
+
+    def core(self) -> Any:
+        """A `kubernetes.client.CoreV1Api` with a client of its own."""
+        from kubernetes import client
+
+        return client.CoreV1Api(self.client())
+
+    def list(self, method: Any, what: str, selector: str) -> list[Any]:
+        """All objects of the namespace that a selector matches.
+
+        Args:
+            method: A `list_namespaced_…` of the client.
+            what: Their name, for errors.
+            selector: Of labels.
+
+        Raises:
+            CtlError: The API cannot be reached, or refuses.
+        """
+        found: list[Any] = []
+        token: str | None = None
+        for _ in range(MAX_PAGES):
+            page = self.call(what, method, self.namespace, label_selector=selector, limit=PAGE, _continue=token)
+            found += page.items
+            token = page.metadata._continue if page.metadata is not None else None
+            if not token:
+                return found
+        raise CtlError(f"namespace {self.namespace} has more than {MAX_PAGES * PAGE} {what}: name a --release")
+
+    def call(self, what: str, method: Any, *args: Any, **how: Any) -> Any:
+        """One call of the API.
+
+        Args:
+            what: It is about, for errors.
+            method: Of the client.
+            args: Its own.
+            how: Its own, too.
+
+        Raises:
+            CtlError: The API cannot be reached, or refuses.
+        """
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        given = {name: value for name, value in how.items() if value is not None}
+        try:
+            return method(*args, _request_timeout=self.timeout_s, **given)
+        except ApiException as exc:
+            raise CtlError(self.refusal(what, exc.status, str(exc.reason))) from exc
+        except (HTTPError, OSError) as exc:
+            reason = str(getattr(exc, "reason", None) or exc).partition(": ")[2] or type(exc).__name__
+            raise CtlError(f"the Kubernetes API at {self.configuration.host} cannot be reached ({reason}): is the context right?") from exc
+
+    def refusal(self, what: str, status: int | None, reason: str) -> str:
+        """What to tell of an error of the API."""
+        if status in (401, 403):
+            return f"the Kubernetes API refuses {what} in namespace {self.namespace} ({status}): the account needs the role of docs/ctl.md"
+        return f"the Kubernetes API answered {status} ({reason}) to {what} in namespace {self.namespace}"
+
+
+def _load(settings: CtlSettings) -> tuple[Any, str]:
+    """The configuration, and the namespace of the context."""
+    try:
+        from kubernetes import client, config
+    except ModuleNotFoundError as exc:
+        raise UsageError(NOT_INSTALLED) from exc
+    configuration = client.Configuration()
+    named = None if settings.kubeconfig is None else str(settings.kubeconfig)
+    if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
+        config.load_incluster_config(client_configuration=configuration)
+        return configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    try:
+        contexts, active = config.list_kube_config_contexts(named)
+        chosen = active if settings.context is None else next((one for one in contexts if one["name"] == settings.context), None)
+        if chosen is None:
+            raise UsageError(f"context {settings.context!r} is not in the kubeconfig: it has {', '.join(one['name'] for one in contexts)}")
+        config.load_kube_config(named, settings.context, client_configuration=configuration)
+    except (config.ConfigException, OSError) as exc:
+        raise UsageError(f"no usable kubeconfig ({exc}): give one by --kubeconfig") from exc
+    return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)

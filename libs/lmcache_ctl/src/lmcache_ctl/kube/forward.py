@@ -1,0 +1,130 @@
+"""A port of a pod behind a Unix socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from lmcache_ctl.kube.access import Cluster
+
+MAX_STREAMS: Final = 16
+JOIN_S: Final = 2.0
+POLL_S: Final = 0.1
+READ_BYTES: Final = 1 << 16
+
+
+class PodPort:
+    """Forwards connections while it is entered. What cannot be forwarded is answered with 502 and the reason.
+
+    Args:
+        cluster: Where the pod is.
+        pod: Its name.
+        port: The port in it; that may be on its loopback.
+        path: Of the socket.
+    """
+
+    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path) -> None:
+        self._cluster = cluster
+        self._pod = pod
+        self._port = port
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._is_over = threading.Event()
+        self._room = threading.BoundedSemaphore(MAX_STREAMS)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        """Begin to listen."""
+        self._listener.bind(str(self._path))
+        self._listener.listen(MAX_STREAMS)
+        self._listener.settimeout(POLL_S)
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """End the streams; one that the API does not answer is left behind, and ends with the process."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        self._listener.close()
+
+    def _start(self, work: Any, *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name=f"forward {self._pod}", daemon=True)
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                near, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if self._room.acquire(blocking=False):
+                self._start(self._serve, near)
+            else:
+                near.close()
+
+    def _serve(self, near: socket.socket) -> None:
+        from kubernetes.client.exceptions import ApiException
+
+        try:
+            with near:
+                try:
+                    forward = self._open()
+                except (ApiException, OSError) as exc:
+                    _refuse(near, self._cluster.refusal("port-forward", getattr(exc, "status", None) or None, _reason(exc)))
+                    return
+                far = forward.socket(self._port)
+                try:
+                    num_back = self._pump(near, far)
+                finally:
+                    far.close()
+                if not num_back and not self._is_over.is_set():
+                    _refuse(near, f"nothing listens at port {self._port} of pod {self._pod} ({forward.error(self._port) or 'closed'})")
+        finally:
+            self._room.release()
+
+    def _open(self) -> Any:
+        """With a client of its own: while a stream is opened the client can do nothing else."""
+        from kubernetes import client
+        from kubernetes.stream import portforward
+
+        api = client.CoreV1Api(self._cluster.client())
+        return portforward(api.connect_get_namespaced_pod_portforward, self._pod, self._cluster.namespace, ports=str(self._port))
+
+    def _pump(self, near: socket.socket, far: Any) -> int:
+        """Both ways until one side ends; the bytes that came back."""
+        num_back = 0
+        while not self._is_over.is_set():
+            readable, _, _ = select.select([near, far], [], [], POLL_S)
+            for side in readable:
+                try:
+                    data = side.recv(READ_BYTES)
+                    (far if side is near else near).sendall(data)
+                except OSError:
+                    return num_back
+                if not data:
+                    return num_back
+                num_back += len(data) if side is far else 0
+        return num_back
+
+
+def _refuse(near: socket.socket, why: str) -> None:
+    body = msgspec.json.encode({"type": "about:blank", "title": "Bad Gateway", "status": 502, "detail": why})
+    head = f"HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    try:
+        near.sendall(head.encode() + body)
+    except OSError:  # whoever asked has gone
+        return
+
+
+def _reason(exc: Exception) -> str:
+    return str(getattr(exc, "reason", None) or exc).splitlines()[0]

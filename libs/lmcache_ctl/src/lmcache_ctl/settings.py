@@ -1,0 +1,147 @@
+"""Where services are and how they are asked: the settings file, then variables `LMCACHE_CTL_…`, then options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from lmcache_core.config.options import did_you_mean
+
+from lmcache_ctl.errors import UsageError
+
+PREFIX: Final = "LMCACHE_CTL_"
+CONFIG_NAME: Final = "CONFIG"
+MAX_CONFIG_FILE_BYTES: Final = 1 << 20
+MAX_URLS: Final = 1024
+MAX_TIMEOUT_S: Final = 600.0
+DEFAULT_TIMEOUT_S: Final = 5.0
+
+Urls = Annotated[tuple[Annotated[str, msgspec.Meta(pattern="^https?://")], ...], msgspec.Meta(max_length=MAX_URLS)]
+
+
+class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every command is told.
+
+    Attributes:
+        lookup_urls: REST addresses of lookup services; a name that leads to several addresses stands for all of them, as below.
+        broker_urls: The same of brokers.
+        storage_urls: The same of cache_storage.
+        sidecar_urls: The same of sidecars.
+        token_file: Holds the token to show; None for none.
+        tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine trusts.
+        tls_name: What certificates name where that is not the host of the URL; None: the host.
+        timeout_s: Longest wait for one service, all questions to it together, seconds.
+        kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
+        context: Of the kubeconfig; None: the current one.
+        namespace: Where the release is; with it, or one of the other three, services are found through the Kubernetes API.
+        release: Only this Helm release's pods.
+    """
+
+    lookup_urls: Urls = ()
+    broker_urls: Urls = ()
+    storage_urls: Urls = ()
+    sidecar_urls: Urls = ()
+    token_file: Path | None = None
+    tls: str | None = None
+    tls_name: str | None = None
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
+    kubeconfig: Path | None = None
+    context: str | None = None
+    namespace: str | None = None
+    release: str | None = None
+
+    @property
+    def names_urls(self) -> bool:
+        """Whether any address is given."""
+        return bool(self.lookup_urls or self.broker_urls or self.storage_urls or self.sidecar_urls)
+
+    @property
+    def names_cluster(self) -> bool:
+        """Whether services are to be found through the Kubernetes API."""
+        return any(value is not None for value in (self.kubeconfig, self.context, self.namespace, self.release))
+
+
+def load_settings(
+    given: Mapping[str, Any] | None = None, config_file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> CtlSettings:
+    """Read the file, put variables over it, then options.
+
+    Args:
+        given: Options by name; None, and an empty list, count as not given.
+        config_file: YAML; None takes the one that `LMCACHE_CTL_CONFIG` names, if any.
+        environ: Instead of the process's environment.
+
+    Raises:
+        UsageError: A name is unknown or a value impossible; the text names both and the fix.
+    """
+    source = os.environ if environ is None else environ
+    named = source.get(PREFIX + CONFIG_NAME)
+    path = config_file if config_file is not None else Path(named) if named else None
+    layers = (
+        (str(path), {} if path is None else _read_file(path)),
+        ("the environment", _from_environ(source)),
+        ("the options", given or {}),
+    )
+    known = CtlSettings.__struct_fields__
+    values: dict[str, Any] = {}
+    for origin, layer in layers:
+        for name, value in layer.items():
+            if name not in known:
+                raise UsageError(f"{origin}: {name} is no option{did_you_mean(name, known)}")
+            if value is not None and value != []:
+                values[name] = value
+                _check(origin, name, value)
+    return msgspec.convert(values, CtlSettings, strict=False, dec_hook=_as_path)
+
+
+def _check(origin: str, name: str, value: Any) -> None:
+    """One at a time, so that the text can name the value, and where it is from."""
+    try:
+        msgspec.convert({name: value}, CtlSettings, strict=False, dec_hook=_as_path)
+    except msgspec.ValidationError as exc:
+        told = "an address begins with http:// or https://" if name.endswith("_urls") else str(exc).partition(" - at")[0]
+        raise UsageError(f"{name}={value!r} ({origin}): {told}") from exc
+
+
+def _as_path(kind: type, value: Any) -> Path:
+    """The one kind of a field that msgspec does not know."""
+    if kind is not Path or not isinstance(value, str | Path):
+        raise ValueError("it must be the path of a file")
+    return Path(value)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_FILE_BYTES + 1)
+    except OSError as exc:
+        raise UsageError(f"cannot read the settings file {path}: {exc.strerror or exc}") from exc
+    if len(data) > MAX_CONFIG_FILE_BYTES:
+        raise UsageError(f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is no settings file")
+    try:
+        values = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise UsageError(f"{path} is not YAML: write one `name: value` a line") from exc
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UsageError(f"{path}: write one `name: value` a line")
+    return values
+
+
+def _from_environ(source: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    known = {PREFIX + name.upper(): name for name in CtlSettings.__struct_fields__}
+    for variable, text in source.items():
+        if not variable.startswith(PREFIX) or variable == PREFIX + CONFIG_NAME or not text:
+            continue
+        if variable not in known:
+            raise UsageError(f"{variable} sets nothing{did_you_mean(variable, known)}")
+        name = known[variable]
+        values[name] = [part.strip() for part in text.split(",") if part.strip()] if name.endswith("_urls") else text
+    return values

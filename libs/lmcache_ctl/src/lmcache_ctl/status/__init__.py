@@ -1,0 +1,1 @@
+"""`lmcachectl status`: the whole cluster at a glance."""

@@ -1,0 +1,26 @@
+"""`lmcachectl status`."""
+
+from __future__ import annotations
+
+import typer
+
+from lmcache_ctl.options import reaches_services
+from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.reach import Reach
+
+
+@reaches_services
+def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
+    """Show all services: health, versions, what their tiers hold, and the hit ratio.
+
+    Every replica is asked by itself, all at once. Exits with 1 when one is
+    not well: it does not answer, is not ready, or refuses the token.
+    """
+    from lmcache_ctl.status.overview import overview
+    from lmcache_ctl.status.tables import print_overview
+
+    with reach.services() as services:
+        found = overview(reach.settings, services)
+    show(found, output, print_overview)
+    if not found.is_well:
+        raise typer.Exit(1)
