@@ -1,0 +1,1 @@
+"""The admission webhook that adds the cache sidecar to pods that ask for it."""

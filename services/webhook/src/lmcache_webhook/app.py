@@ -1,0 +1,68 @@
+"""The webhook's app."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from fastapi import FastAPI
+from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.state import service_state
+
+from lmcache_webhook.dependencies import WebhookParts
+from lmcache_webhook.injection.options import InjectionOptions, Tenant
+from lmcache_webhook.injection.template import read_template
+from lmcache_webhook.metrics import WebhookCollector
+from lmcache_webhook.review.routes import router
+from lmcache_webhook.review.service import Reviewer
+from lmcache_webhook.settings import WebhookSettings
+
+# The API server's own bound of a request is 3 MiB.
+_BODIES: Final = BodyBounds(max_body_bytes=4 << 20)
+
+
+def create_app(settings: WebhookSettings) -> FastAPI:
+    """Build the app. Reads the template and the certificate.
+
+    Raises:
+        ConfigError: One of them cannot be read or is wrong.
+    """
+    reviewer = Reviewer(injection_options(settings), settings.max_reviews_per_s)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service_state(app).registry.register(WebhookCollector(reviewer))
+        app.state.webhook = WebhookParts(reviewer)
+        yield
+
+    return create_service_app(settings, "lmcache-webhook", lifespan=lifespan, routers=[router], bodies=_BODIES)
+
+
+def injection_options(settings: WebhookSettings) -> InjectionOptions:
+    """What the settings say about injection. Reads the template.
+
+    Raises:
+        ConfigError: It cannot be read or is wrong.
+    """
+    return InjectionOptions(
+        sidecar_image=settings.sidecar_image,
+        payload_image=settings.payload_image,
+        image_pull_policy=settings.image_pull_policy,
+        sidecar_template=read_template(settings.sidecar_template_file),
+        sidecar_options={name: _text(value) for name, value in settings.sidecar_options.items()},
+        arena_gb=settings.arena_gb,
+        max_arena_gb=settings.max_arena_gb,
+        disk_gb=settings.disk_gb,
+        max_disk_gb=settings.max_disk_gb,
+        memory_overhead_mb=settings.memory_overhead_mb,
+        sidecar_cpu=settings.sidecar_cpu,
+        run_as_user=settings.run_as_user,
+        tenants=tuple(
+            Tenant(one.name, frozenset(one.namespaces), one.credentials_secret, one.keys_secret, one.tls_secret) for one in settings.tenants
+        ),
+    )
+
+
+def _text(value: str | bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

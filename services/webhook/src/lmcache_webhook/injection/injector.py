@@ -1,0 +1,147 @@
+"""From a pod to a patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from pydantic import ValidationError
+
+from lmcache_webhook.injection.command_line import plan_arguments
+from lmcache_webhook.injection.engine import find_engine
+from lmcache_webhook.injection.environment import add_python_path
+from lmcache_webhook.injection.errors import DeclinedError
+from lmcache_webhook.injection.options import InjectionOptions, PodPlan, plan_pod
+from lmcache_webhook.injection.patch import Operation, Patch
+from lmcache_webhook.injection.pod import Container, Pod, PodSpec
+from lmcache_webhook.injection.sidecar import (
+    PORTS,
+    PYTHON_PATH,
+    SIDECAR,
+    engine_mounts,
+    payload_container,
+    sidecar_container,
+    transfer_config,
+)
+from lmcache_webhook.injection.volumes import volumes_of
+from lmcache_webhook.injection.wishes import INJECTED, STATUS, is_asked_for, read_wishes
+
+Verdict = Literal["injected", "declined", "unchanged", "unreadable"]
+
+MAX_STATUS_CHARS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of a pod.
+
+    Attributes:
+        verdict: `injected`; `declined` (it asked, and stays as it is but for the annotation that says why); `unchanged` (it did not ask,
+            or has it all already); `unreadable` (it is no pod that we can read).
+        operations: JSON patch.
+        reason: For people; empty where nothing was to do.
+    """
+
+    verdict: Verdict
+    operations: list[Operation] = field(default_factory=list)
+    reason: str = ""
+
+
+def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace: str) -> Outcome:
+    """Decide what becomes of a pod. Raises nothing, whatever the document is.
+
+    Args:
+        options: Of the webhook.
+        document: The pod, as the API server sends it; not changed.
+        namespace: Where it is to be.
+    """
+    try:
+        pod = Pod.model_validate(document)
+    except ValidationError as exc:
+        return Outcome("unreadable", reason=f"this is no pod that the webhook can read: {len(exc.errors())} of its members are not")
+    if not is_asked_for(pod.metadata) or any(one.name == SIDECAR for one in pod.spec.all_containers):
+        return Outcome("unchanged")
+    patch = Patch(dict(document))
+    try:
+        reason = _inject(patch, options, pod, namespace)
+    except DeclinedError as exc:
+        patch = Patch(dict(document))  # nothing of what was begun
+        reason = f"not injected: {exc}"[:MAX_STATUS_CHARS]
+        patch.put(("metadata", "annotations", STATUS), reason)
+        return Outcome("declined", patch.operations, reason)
+    patch.put(("metadata", "annotations", STATUS), reason)
+    return Outcome("injected", patch.operations, reason)
+
+
+def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -> str:
+    annotations = pod.metadata.annotations or {}
+    wishes = read_wishes(annotations)
+    _check_pod(pod.spec)
+    index, engine = find_engine(pod.spec, wishes.container)
+    plan = plan_pod(options, pod, namespace, wishes, index)
+    edits = plan_arguments(engine, transfer_config())
+    _check_names(pod.spec, engine, plan)
+
+    patch.put(("metadata", "labels", INJECTED), "true")
+    for volume in volumes_of(plan):
+        patch.append(("spec", "volumes"), volume)
+    # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends after it.
+    for container in (payload_container(plan), sidecar_container(plan)):
+        patch.append(("spec", "initContainers"), container)
+    at = ("spec", "containers", index)
+    for edit in edits:
+        if edit.index is None:
+            for item in edit.items:
+                patch.append((*at, edit.field), item)
+        else:
+            patch.replace((*at, edit.field, edit.index), edit.items[0])
+    add_python_path(patch, at, engine, PYTHON_PATH)
+    for mount in engine_mounts():
+        patch.append((*at, "volumeMounts"), mount)
+    return _report(engine, plan, has_arguments=bool(edits))
+
+
+def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
+    text = f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its sidecar, tenant {plan.tenant.name}"
+    if not has_arguments:
+        text += "; its command line is as it was, since what it runs is not vLLM's server itself"
+    return text
+
+
+def _check_pod(spec: PodSpec) -> None:
+    """Pods that would not come up, or would lose something, with a sidecar.
+
+    Raises:
+        DeclinedError: This is one.
+    """
+    if spec.os is not None and spec.os.name != "linux":
+        raise DeclinedError(f"the pod is for {spec.os.name}: the sidecar runs on Linux")
+    if spec.hostNetwork:
+        raise DeclinedError("the pod uses its node's network, where two pods' sidecars would want the same ports: leave hostNetwork out")
+    if spec.resources and (spec.resources.get("limits") or spec.resources.get("requests")):
+        raise DeclinedError(
+            "the pod has resources of its own (spec.resources), into which the sidecar's would have to fit: give them to the containers"
+        )
+
+
+def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
+    """What we add must not be there already, in somebody else's sense.
+
+    Raises:
+        DeclinedError: It is.
+    """
+    volumes = {volume.name for volume in spec.volumes or []}
+    containers = {one.name for one in spec.all_containers}
+    paths = {mount.mountPath.rstrip("/") for mount in engine.volumeMounts or []}
+    ports = {port.containerPort for one in spec.all_containers for port in one.ports or []}
+    ours = (
+        ("volume", [volume["name"] for volume in volumes_of(plan)], volumes),
+        ("container", [payload_container(plan)["name"], SIDECAR], containers),
+        ("mount", [mount["mountPath"] for mount in engine_mounts()], paths),
+        ("port", PORTS, ports),
+    )
+    for kind, wanted, there in ours:
+        for name in wanted:
+            if name in there:
+                raise DeclinedError(f"the pod has a {kind} {name} already, which the sidecar needs for itself: give it another one")

@@ -1,0 +1,147 @@
+"""What the webhook adds, as its settings say, and whose pods it adds it to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_webhook.injection.errors import DeclinedError
+from lmcache_webhook.injection.pod import Pod
+from lmcache_webhook.injection.wishes import ARENA_GB, DISK_GB, TENANT, Wishes
+
+ANY_NAMESPACE = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tenant in some namespaces; the Secrets are those of the pod's namespace. See `settings.TenantEntry`."""
+
+    name: str
+    namespaces: frozenset[str]
+    credentials_secret: str | None = None
+    keys_secret: str | None = None
+    tls_secret: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InjectionOptions:
+    """See `settings.WebhookSettings`; sizes in GiB.
+
+    Attributes:
+        sidecar_image: See there, as for the rest but these two.
+        payload_image: …
+        image_pull_policy: …
+        sidecar_template: What is laid over the sidecar's container, checked.
+        sidecar_options: Options of the sidecar by name, as text.
+        arena_gb: …
+        max_arena_gb: …
+        disk_gb: …
+        max_disk_gb: …
+        memory_overhead_mb: …
+        sidecar_cpu: …
+        run_as_user: …
+        tenants: …
+    """
+
+    sidecar_image: str
+    payload_image: str
+    image_pull_policy: str
+    sidecar_template: Mapping[str, Any]
+    sidecar_options: Mapping[str, str]
+    arena_gb: float
+    max_arena_gb: float
+    disk_gb: float
+    max_disk_gb: float
+    memory_overhead_mb: int
+    sidecar_cpu: str
+    run_as_user: int | None
+    tenants: tuple[Tenant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """What one pod gets.
+
+    Attributes:
+        options: Of the webhook.
+        tenant: Whose pod it is.
+        arena_gb: Shared memory, GiB.
+        disk_gb: Disk, GiB; 0 for none.
+        run_as_user: Whom the sidecar runs as; None: as the cluster decides.
+        run_as_group: The same for the group.
+        is_guaranteed: Whether the pod's containers have limits that equal their requests; ours then have too.
+        instance_id: Text of the sidecar's instance id.
+    """
+
+    options: InjectionOptions
+    tenant: Tenant
+    arena_gb: float
+    disk_gb: float
+    run_as_user: int | None
+    run_as_group: int | None
+    is_guaranteed: bool
+    instance_id: str
+
+
+MAX_INSTANCE_ID_CHARS = 128
+MAX_GENERATED_CHARS = 10
+
+
+def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes, engine: int) -> PodPlan:
+    """Decide what a pod gets.
+
+    Args:
+        options: Of the webhook.
+        pod: The pod.
+        namespace: Where it is to be.
+        wishes: What it asks for.
+        engine: Which of its containers runs vLLM.
+
+    Raises:
+        DeclinedError: It asks for more than it may, or for a tenant that is not its namespace's.
+    """
+    user, group = _user_of(options, pod, wishes, engine)
+    return PodPlan(
+        options=options,
+        tenant=_tenant_of(options, namespace, wishes.tenant),
+        arena_gb=_size(wishes.arena_gb, options.arena_gb, options.max_arena_gb, ARENA_GB),
+        disk_gb=_size(wishes.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
+        run_as_user=user,
+        run_as_group=group,
+        is_guaranteed=all(one.resources is not None and one.resources.is_guaranteed for one in pod.spec.all_containers),
+        instance_id=_instance_id(pod, namespace),
+    )
+
+
+def _size(wished: float | None, default: float, most: float, name: str) -> float:
+    if wished is not None and wished > most:
+        raise DeclinedError(f"{name}={wished:g} is above the {most:g} that the webhook gives a pod: ask for less")
+    return default if wished is None else wished
+
+
+def _tenant_of(options: InjectionOptions, namespace: str, wished: str | None) -> Tenant:
+    here = [tenant for tenant in options.tenants if tenant.namespaces & {namespace, ANY_NAMESPACE}]
+    if not here:
+        raise DeclinedError(f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants` in its settings")
+    for tenant in here:
+        if wished in (None, tenant.name):
+            return tenant
+    raise DeclinedError(f"{TENANT}={wished!r} is no tenant of the namespace {namespace}: its tenants are {', '.join(t.name for t in here)}")
+
+
+def _user_of(options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int) -> tuple[int | None, int | None]:
+    """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as. Root may open everything anyway."""
+    container = pod.spec.containers[engine].securityContext
+    whole = pod.spec.securityContext
+    users = [wishes.run_as_user, container and container.runAsUser, whole and whole.runAsUser]
+    groups = [container and container.runAsGroup, whole and whole.runAsGroup]
+    user = next((one for one in users if one is not None), None)
+    group = next((one for one in groups if one is not None), None)
+    return user or options.run_as_user, group or None
+
+
+def _instance_id(pod: Pod, namespace: str) -> str:
+    """Pods of two namespaces may have one name. What would be too long is the pod's uid instead."""
+    name = pod.metadata.name or f"{pod.metadata.generateName or ''}{'x' * MAX_GENERATED_CHARS}"
+    return "$(POD_NAMESPACE).$(POD_NAME)" if len(namespace) + 1 + len(name) <= MAX_INSTANCE_ID_CHARS else "$(POD_UID)"

@@ -1,0 +1,113 @@
+"""The part of a pod that decides what is injected. Everything else of it is neither read nor changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, hide_input_in_errors=True)
+
+
+class EnvVar(_Part):
+    """A variable of a container."""
+
+    name: str
+    value: str | None = None
+    valueFrom: dict[str, Any] | None = None
+
+
+class VolumeMount(_Part):
+    """Where a container sees a volume."""
+
+    name: str
+    mountPath: str
+
+
+class ContainerPort(_Part):
+    """A port that a container says it listens on."""
+
+    containerPort: int | None = None
+
+
+class SecurityContext(_Part):
+    """Who a container or a pod runs as."""
+
+    runAsUser: int | None = None
+    runAsGroup: int | None = None
+
+
+class Resources(_Part):
+    """What a container asks for."""
+
+    requests: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None
+
+    @property
+    def is_guaranteed(self) -> bool:
+        """Whether a pod of such containers alone has the quality of service `Guaranteed`."""
+        limits, requests = self.limits or {}, self.requests or {}
+        return all(name in limits and requests.get(name, limits[name]) == limits[name] for name in ("cpu", "memory"))
+
+
+class Container(_Part):
+    """A container or init container."""
+
+    name: str
+    image: str | None = None
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: list[EnvVar] | None = None
+    ports: list[ContainerPort] | None = None
+    resources: Resources | None = None
+    volumeMounts: list[VolumeMount] | None = None
+    securityContext: SecurityContext | None = None
+
+
+class Volume(_Part):
+    """A volume; only its name matters here."""
+
+    name: str
+
+
+class OperatingSystem(_Part):
+    """What a pod's nodes must run."""
+
+    name: str
+
+
+class PodSpec(_Part):
+    """What a pod is to be."""
+
+    containers: list[Container]
+    initContainers: list[Container] | None = None
+    volumes: list[Volume] | None = None
+    hostNetwork: bool | None = None
+    os: OperatingSystem | None = None
+    resources: dict[str, Any] | None = None
+    securityContext: SecurityContext | None = None
+
+    @property
+    def all_containers(self) -> Iterator[Container]:
+        """Init containers, then the others."""
+        yield from self.initContainers or []
+        yield from self.containers
+
+
+class Metadata(_Part):
+    """Who a pod is."""
+
+    name: str | None = None
+    generateName: str | None = None
+    annotations: dict[str, str] | None = None
+    labels: dict[str, str] | None = None
+
+
+class Pod(_Part):
+    """A pod, as the API server sends it."""
+
+    metadata: Metadata = Field(default_factory=Metadata)
+    spec: PodSpec

@@ -1,0 +1,179 @@
+"""The containers that are added to a pod."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from lmcache_webhook.injection.options import PodPlan
+from lmcache_webhook.injection.template import lay_over
+
+SIDECAR: Final = "lmcache-sidecar"
+PAYLOAD: Final = "lmcache-payload"
+
+ARENA_PATH: Final = "/run/lmcache/arena"
+SOCKET_DIRECTORY: Final = "/run/lmcache/socket"
+SOCKET_PATH: Final = f"{SOCKET_DIRECTORY}/sidecar.sock"
+CREDENTIALS_PATH: Final = "/run/secrets/lmcache"
+TLS_PATH: Final = "/run/secrets/lmcache-tls"
+DISK_PATH: Final = "/var/lib/lmcache"
+PAYLOAD_PATH: Final = "/opt/lmcache"
+PYTHON_PATH: Final = f"{PAYLOAD_PATH}/python"
+
+REST_PORT: Final = 8083
+HEALTH_PORT: Final = 8084
+LM_PORT: Final = 65433
+PORTS: Final = (REST_PORT, HEALTH_PORT, LM_PORT)
+
+ARENA_WAIT_S: Final = 600
+PAYLOAD_RESOURCES: Final = {"cpu": "50m", "memory": "64Mi"}
+
+
+def payload_container(plan: PodPlan) -> dict[str, Any]:
+    """The init container that copies what goes into vLLM's process."""
+    return {
+        "name": PAYLOAD,
+        "image": plan.options.payload_image,
+        "imagePullPolicy": plan.options.image_pull_policy,
+        "command": ["/payload/install", PAYLOAD_PATH],
+        "resources": {
+            "requests": dict(PAYLOAD_RESOURCES),
+            "limits": dict(PAYLOAD_RESOURCES) if plan.is_guaranteed else {"memory": PAYLOAD_RESOURCES["memory"]},
+        },
+        "securityContext": _security_context(plan),
+        "volumeMounts": [{"name": PAYLOAD, "mountPath": PAYLOAD_PATH}],
+    }
+
+
+def sidecar_container(plan: PodPlan) -> dict[str, Any]:
+    """The cache sidecar: an init container that stays. The template of the webhook's settings is laid over it."""
+    memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.memory_overhead_mb}Mi"
+    cpu = plan.options.sidecar_cpu
+    container = {
+        "name": SIDECAR,
+        "restartPolicy": "Always",
+        "image": plan.options.sidecar_image,
+        "imagePullPolicy": plan.options.image_pull_policy,
+        "ports": [{"name": "lmcache-lm", "containerPort": LM_PORT}, {"name": "lmcache-health", "containerPort": HEALTH_PORT}],
+        "env": _variables(plan),
+        "resources": {
+            "requests": {"cpu": cpu, "memory": memory},
+            "limits": {"cpu": cpu, "memory": memory} if plan.is_guaranteed else {"memory": memory},
+        },
+        "securityContext": _security_context(plan),
+        # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the storage takes no vLLM out of service.
+        "startupProbe": _probe(period_s=2, num_failures=150),
+        "livenessProbe": _probe(period_s=10, num_failures=6),
+        "volumeMounts": _mounts(plan),
+    }
+    return lay_over(container, plan.options.sidecar_template)
+
+
+def engine_mounts() -> list[dict[str, Any]]:
+    """What vLLM's container sees of it."""
+    return [
+        {"name": "lmcache-arena", "mountPath": ARENA_PATH},
+        {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
+        {"name": PAYLOAD, "mountPath": PAYLOAD_PATH, "readOnly": True},
+    ]
+
+
+def transfer_config() -> dict[str, Any]:
+    """The value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are computed: vLLM's default ends the request."""
+    return {
+        "kv_connector": "LMCacheConnector",
+        "kv_connector_module_path": "lmcache_core.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"sidecar_socket": SOCKET_PATH},
+    }
+
+
+def _security_context(plan: PodPlan) -> dict[str, Any]:
+    context: dict[str, Any] = {
+        "runAsNonRoot": True,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if plan.run_as_user is not None:
+        context["runAsUser"] = plan.run_as_user
+    if plan.run_as_group is not None:
+        context["runAsGroup"] = plan.run_as_group
+    return context
+
+
+def _variables(plan: PodPlan) -> list[dict[str, Any]]:
+    fields = {
+        "POD_NAME": "metadata.name",
+        "POD_NAMESPACE": "metadata.namespace",
+        "POD_UID": "metadata.uid",
+        "POD_IP": "status.podIP",
+        "LMCACHE_SIDECAR_NODE": "spec.nodeName",
+        "LMCACHE_SIDECAR_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
+    }
+    found: list[dict[str, Any]] = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+    values = {**plan.options.sidecar_options, **_own_options(plan)}
+    return [*found, *({"name": f"LMCACHE_SIDECAR_{name.upper()}", "value": value} for name, value in values.items())]
+
+
+def _own_options(plan: PodPlan) -> dict[str, str]:
+    """Listening on the pod's own address, other pods reach lm:// and kubelets reach probes, in either family of addresses."""
+    tenant = plan.tenant
+    is_encrypted = tenant.tls_secret is not None
+    options = {
+        "host": "127.0.0.1",
+        "port": str(REST_PORT),
+        "health_host": "$(POD_IP)",
+        "health_port": str(HEALTH_PORT),
+        "lm_host": "$(POD_IP)",
+        "lm_port": str(LM_PORT),
+        "instance_id": plan.instance_id,
+        "tenant": tenant.name,
+        "arena_path": ARENA_PATH,
+        "arena_gb": _number(plan.arena_gb),
+        "socket_path": SOCKET_PATH,
+        "arena_wait_s": str(ARENA_WAIT_S),
+    }
+    if plan.disk_gb:
+        options |= {"disk_path": f"{DISK_PATH}/chunks", "disk_gb": _number(plan.disk_gb)}
+    if tenant.credentials_secret is None:
+        options["allow_anonymous"] = "true"
+    else:
+        options["auth_tokens_file"] = f"{CREDENTIALS_PATH}/tokens.yaml"
+        options["service_token_file"] = f"{CREDENTIALS_PATH}/sidecar-token"
+        options["allow_plaintext"] = str(not is_encrypted).lower()
+    if tenant.keys_secret is not None:
+        options |= {"ticket_keys_file": f"{CREDENTIALS_PATH}/ticket-keys", "salt_file": f"{CREDENTIALS_PATH}/salt"}
+    if is_encrypted:
+        options |= {"tls_cert_file": f"{TLS_PATH}/tls.crt", "tls_key_file": f"{TLS_PATH}/tls.key", "tls_ca_file": f"{TLS_PATH}/ca.crt"}
+    return options
+
+
+def _mounts(plan: PodPlan) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "lmcache-arena", "mountPath": ARENA_PATH},
+        {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
+        {"name": "lmcache-tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume of the container's own)
+    ]
+    if plan.tenant.credentials_secret or plan.tenant.keys_secret:
+        mounts.append({"name": "lmcache-credentials", "mountPath": CREDENTIALS_PATH, "readOnly": True})
+    if plan.tenant.tls_secret:
+        mounts.append({"name": "lmcache-tls", "mountPath": TLS_PATH, "readOnly": True})
+    if plan.disk_gb:
+        mounts.append({"name": "lmcache-disk", "mountPath": DISK_PATH})
+    return mounts
+
+
+def _probe(period_s: int, num_failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": "/healthz", "port": HEALTH_PORT},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": num_failures,
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}".rstrip("0").rstrip(".")

@@ -1,0 +1,1 @@
+"""`POST /mutate`: what the API server asks, and what it is answered."""

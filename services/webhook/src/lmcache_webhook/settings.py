@@ -1,0 +1,105 @@
+"""Options of the webhook."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from lmcache_core.security import validate_tenant
+from lmcache_servicekit.settings import Port, ServiceSettings
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+MAX_GB = 65_536
+MAX_TENANTS = 1024
+MAX_OPTIONS = 128
+NAMESPACES_PATTERN = r"^(\*|[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)$"
+
+_ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
+_NamespaceName = Annotated[str, StringConstraints(pattern=NAMESPACES_PATTERN)]
+_OptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+_Image = Annotated[str, StringConstraints(pattern=r"^[\w.-][\w./:@-]*$", min_length=1, max_length=500)]
+_Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]{1,3})?m?$")]
+
+_OWN_OPTIONS = re.compile(
+    r"(host|port|health_.*|lm_(host|port)|arena_(gb|path)|disk_(gb|path)|socket_path|instance_id|distributed_url)|.*token.*"
+)
+
+
+class TenantEntry(BaseModel):
+    """In which namespaces pods may be of a tenant, and what their sidecars show there. Secrets are those of the pod's namespace.
+
+    Attributes:
+        name: The tenant.
+        namespaces: Where; `*` is every namespace.
+        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: the services ask for no tokens.
+        keys_secret: Secret with `ticket-keys` and `salt`; None: pulls need no tickets.
+        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for what sidecars serve and call; None: unencrypted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: Annotated[str, AfterValidator(validate_tenant)] = "default"
+    namespaces: list[_NamespaceName] = Field(default=["*"], min_length=1, max_length=MAX_TENANTS)
+    credentials_secret: _ObjectName | None = None
+    keys_secret: _ObjectName | None = None
+    tls_secret: _ObjectName | None = None
+
+
+class WebhookSettings(ServiceSettings):
+    """Options of the webhook; sizes are in GB (2^30 bytes).
+
+    Attributes:
+        port: `/mutate`; the API server calls it by https:// alone.
+        sidecar_image: Image of `lmcache-sidecar`.
+        payload_image: Image with what goes into vLLM's process.
+        image_pull_policy: Of both.
+        sidecar_template_file: YAML file with members of the sidecar's container that are laid over ours (docs/injection.md); None: ours
+            as they are. Read once.
+        sidecar_options: Options of `lmcache-sidecar` by name, for example `lookup_url`; those that the webhook decides are refused.
+        arena_gb: Shared memory of a pod that does not say.
+        max_arena_gb: The most that a pod may ask for.
+        disk_gb: Disk on the node of a pod that does not say; 0 for none.
+        max_disk_gb: The most that a pod may ask for.
+        memory_overhead_mb: Memory of the sidecar beside the arena, MiB.
+        sidecar_cpu: What the sidecar requests, as Kubernetes writes it.
+        run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs as; None: as the cluster decides.
+        tenants: The first entry whose namespaces fit, and whose name the pod names if it names one.
+        max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="LMCACHE_WEBHOOK_")
+
+    port: Port = 8443
+    sidecar_image: _Image
+    payload_image: _Image
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    sidecar_template_file: Path | None = None
+    sidecar_options: dict[_OptionName, str | bool | int | float] = Field(default_factory=dict, max_length=MAX_OPTIONS)
+    arena_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
+    max_arena_gb: float = Field(default=1024.0, ge=0.0625, le=MAX_GB)
+    disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
+    max_disk_gb: float = Field(default=1024.0, ge=0, le=MAX_GB)
+    memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
+    sidecar_cpu: _Quantity = "500m"
+    run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
+    tenants: list[TenantEntry] = Field(default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS)
+    max_reviews_per_s: float = Field(default=200.0, gt=0, le=100_000)
+
+    @field_validator("sidecar_options")
+    @classmethod
+    def _refuse_own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name in options:
+            if _OWN_OPTIONS.fullmatch(name):
+                raise ValueError(f"{name} is decided by the webhook for each pod: leave it out")
+        return options
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        for default, most in (("arena_gb", "max_arena_gb"), ("disk_gb", "max_disk_gb")):
+            if getattr(self, default) > getattr(self, most):
+                raise ValueError(
+                    f"{default}={getattr(self, default):g} is above {most}={getattr(self, most):g}: lower it or raise the other"
+                )
+        return self
