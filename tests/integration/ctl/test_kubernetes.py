@@ -1,0 +1,91 @@
+"""Services that are found through the Kubernetes API, and reached by port-forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
+
+PODS = {
+    "demo-lmcache-lookup-7d9f8b6c5-x2x4z": ("lookup", "lookup", 8081),
+    "demo-lmcache-broker-7d9f8b6c5-abcde": ("broker", "broker", 8082),
+    "demo-lmcache-storage-0": ("storage-0", "storage", 9090),
+    "demo-lmcache-storage-1": ("storage-1", "storage", 8080),
+    "demo-lmcache-vllm-m-5f6-qwert": ("sidecar", "vllm", 8083),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
+    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture
+def api(cluster: SmallCluster) -> Iterator[PodsApi]:
+    """A namespace whose pods are the services of the cluster, and one of another kind."""
+    with pods_api() as running:
+        for name, (service, component, port) in PODS.items():
+            containers = ("vllm", "sidecar") if component == "vllm" else ("main",)
+            running.pods.append(pod(name, component, None if component == "vllm" else port, containers))
+            running.ports[name, port] = cluster.services[service].ports["port"]
+        running.pods.append(pod("demo-lmcache-redis-0", "redis", 6379))
+        yield running
+
+
+def ctl(api: PodsApi, cluster: SmallCluster, directory: Path, *more: str, token: str | None = None) -> Ctl:
+    kubeconfig = api.kubeconfig(directory / "kubeconfig", token)
+    return Ctl([f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)})
+
+
+def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    found = ctl(api, cluster, tmp_path).json("status")["services"]
+    assert [(one["kind"], one["state"]) for one in found] == [
+        ("lookup", "ok"), ("broker", "ok"), ("storage", "ok"), ("storage", "ok"), ("sidecar", "ok"),
+    ]  # fmt: skip
+    assert found[0]["name"] == "demo-lmcache-lookup-7d9f8b6c5-x2x4z"
+    assert found[0]["url"] == "http://demo-lmcache-lookup.ns.svc:8081"
+    assert found[2]["url"] == "http://demo-lmcache-storage.ns.svc:9090", "the port that the pod declares"
+    assert set(api.forwards) == set(PODS)
+    assert [path.name for path in tmp_path.iterdir()] == ["kubeconfig"]
+
+
+def test_only_a_release_and_only_a_kind(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    api.pods.append(pod("other-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
+    found = ctl(api, cluster, tmp_path, "--release=demo", "-n", "ns").json("lookup", "status")
+    assert found["stats"]["index"] == "embedded"
+    assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
+    told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
+    assert "no service is named: no running pod of the release matches" in told
+
+
+def test_pods_that_cannot_be_asked_are_told(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    api.pods = [pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081), pod("demo-lmcache-storage-0", "storage", 8080)]
+    api.pods.append(pod("demo-lmcache-storage-1", "storage", 8080, phase="Pending"))
+    api.pods.append(pod("demo-lmcache-storage-2", "storage", 8080, phase="Succeeded"))
+    found = json.loads(ctl(api, cluster, tmp_path).run("status", "-o", "json", code=1).stdout)["services"]
+    problems = {one["name"]: one["problem"] for one in found}
+    assert list(problems) == ["demo-lmcache-lookup-7d9f8b6c5-x2x4z", "demo-lmcache-storage-0", "demo-lmcache-storage-1"]
+    assert "nothing listens at port 8080 of pod demo-lmcache-storage-0" in problems["demo-lmcache-storage-0"]
+    assert "connection refused" in problems["demo-lmcache-storage-0"]
+    assert problems["demo-lmcache-storage-1"].startswith("its pod is Pending: kubectl describe pod demo-lmcache-storage-1")
+
+
+def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
+    assert "the Kubernetes API refuses pods in namespace ns (401)" in told
+    assert "another" not in told
+    api.hangs = True
+    assert ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1).count("no answer within 1 s") == 1
+    kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
+    kubeconfig.write_text(kubeconfig.read_text().replace(api.url, "http://127.0.0.1:9"))
+    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text("status", code=1)
+    assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
+    assert "context 'there' is not in the kubeconfig: it has here" in Ctl([f"--kubeconfig={kubeconfig}"]).text(
+        "status", "--context", "there", code=2
+    )
