@@ -106,6 +106,21 @@ def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
     assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {".arena", ".journal", ".generation"}, "for the next start"
 
 
+def test_sigusr1_begins_the_drain_and_ends_nothing(processes: Processes, tmp_path: Path) -> None:
+    sidecar = start(processes, tmp_path)
+    tokens = tokens_of(2 * CHUNK_SIZE)
+    with engine_at(sidecar.socket) as engine:
+        engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
+        sidecar.process.process.send_signal(signal.SIGUSR1)
+        eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
+        engine.store(tokens, kvcaches=random_kv(len(tokens)))
+        assert engine.lookup(tokens) == CHUNK_SIZE, "reads go on, and nothing new is kept"
+        sidecar.process.process.send_signal(signal.SIGUSR1)
+        assert sidecar.get("/healthz") == {"status": "ok"}
+    sidecar.process.process.send_signal(signal.SIGTERM)
+    assert sidecar.process.process.wait(15) == 0
+
+
 def test_without_recovery_nothing_is_left_in_memory(processes: Processes, tmp_path: Path) -> None:
     sidecar = start(processes, tmp_path, arena_recover=False)
     with engine_at(sidecar.socket) as engine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -121,6 +123,7 @@ class _Opening:
         self._add_health_checks(parts)
         self._state.before_stop.append(parts.drain.run)  # while REST tells how far it is
         self._exits.push_async_callback(parts.drain.run)
+        _drain_at_signal(parts.drain, self._exits)
         return parts
 
     def _make_parts(self, context: SessionContext, keeper: ArenaKeeper, tiers: SidecarTiers, socket_server: SocketServer) -> SidecarParts:
@@ -248,6 +251,14 @@ class _Opening:
 
         self._state.health.add("arena", arena_is_whole)
         self._state.health.add("lookup-and-broker", neighbours, required=False)
+
+
+def _drain_at_signal(drain: Drain, exits: AsyncExitStack) -> None:
+    """SIGUSR1 begins the drain and ends nothing: for the hook of a pod that is to end, which needs no token for that."""
+    if threading.current_thread() is threading.main_thread():  # others get no signals
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, drain.begin)
+        exits.callback(loop.remove_signal_handler, signal.SIGUSR1)
 
 
 def _refuse_without_ticket(token: str | None) -> Principal:
