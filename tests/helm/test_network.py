@@ -20,6 +20,7 @@ NEEDED: set[Edge] = {
     ("storage", "lookup", 8081),
     ("storage", "broker", 8082),
     ("lookup", "redis", 6379),
+    ("broker", "redis", 6379),
 }
 MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -81,15 +82,15 @@ def test_edges_lead_to_ports_that_containers_open(rendering: Rendering) -> None:
         pod = workload["spec"]["template"]["spec"]
         ports = opened.setdefault(workload["metadata"]["labels"][COMPONENT], set())
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
-            ports |= {port["containerPort"] for port in container["ports"]}
+            ports |= {port["containerPort"] for port in container.get("ports", [])}
     assert all(port in opened[target] for _, target, port in NEEDED)
 
 
-def test_rules_without_a_peer_are_names_weights_and_nothing_else(rendering: Rendering) -> None:
+def test_rules_without_a_peer_are_names_weights_the_kubernetes_api_and_nothing_else(rendering: Rendering) -> None:
     for name, spec in policies(rendering).items():
         assert all(rule["from"] for rule in spec["ingress"])
         anywhere = {port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]}
-        assert anywhere == {"redis": set(), "vllm": {53, 443}}.get(name, {53})
+        assert anywhere == {"redis": set(), "vllm": {53, 443}, "broker": {53, 443, 6443}}.get(name, {53})
 
 
 def test_clients_are_the_namespace_unless_named(chart: Chart, rendering: Rendering) -> None:
@@ -117,7 +118,20 @@ def test_what_is_off_has_no_edge(chart: Chart) -> None:
 
 def test_an_external_redis_is_reached_on_its_ports(chart: Chart) -> None:
     rendering = chart.render(None, chart.path / "ci" / "external-redis-values.yaml")
-    assert {"ports": [{"port": 6380, "protocol": "TCP"}]} in policies(rendering)["lookup"]["egress"]
+    for name in ("lookup", "broker"):
+        assert {"ports": [{"port": 6380, "protocol": "TCP"}]} in policies(rendering)[name]["egress"]
+
+
+def test_without_discovery_the_broker_does_not_reach_the_kubernetes_api(chart: Chart) -> None:
+    spec = policies(chart.render({"broker.discovery.enabled": False}))["broker"]
+    assert {port["port"] for rule in spec["egress"] if "to" not in rule for port in rule["ports"]} == {53}
+
+
+def test_lmcache_clients_reach_their_port_and_nothing_else(chart: Chart) -> None:
+    compat = {"storage.compat.enabled": True, "storage.compat.clientsFrom": MONITORING}
+    rules = [rule for rule in policies(chart.render(compat))["storage"]["ingress"] if rule["from"] == MONITORING]
+    assert [rule["ports"] for rule in rules] == [[{"port": 65434, "protocol": "TCP"}]]
+    assert "65434" not in chart.render().text
 
 
 def test_policies_can_be_left_out(chart: Chart) -> None:

@@ -24,7 +24,7 @@ TIMEOUT_S = 60
 # What has to differ from a cluster: free ports, this machine's address, and sizes that fit it.
 SMALL = {
     "lookup": {},
-    "broker": {},
+    "broker": {"DISCOVERY": "registration"},
     "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_GB": "0.0625", "ADVERTISE_URL": "lm://127.0.0.1:1"},
     "sidecar": {"LM_PORT": "0", "ARENA_GB": "0.0625", "HEALTH_PORT": "0", "DISTRIBUTED_URL": "lm://127.0.0.1:2"},
 }

@@ -22,10 +22,10 @@ Takes: root, image (registry, repository, tag, digest); own (optional): true for
 {{- end -}}
 {{- end -}}
 
-{{/* What every pod has. Takes: root, component, model (optional), values. */}}
+{{/* What every pod has. Takes: root, component, model (optional), values, asksCluster (optional): true where it asks the Kubernetes API. */}}
 {{- define "lmcache-common.podSpec" -}}
 serviceAccountName: {{ include "lmcache-common.serviceAccountName" . }}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ default false .asksCluster }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
 securityContext:
@@ -95,22 +95,46 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* One HTTP probe. Takes: path, port, probe (periodSeconds, timeoutSeconds, failureThreshold). */}}
+{{/* One HTTP probe. Takes: path, port, scheme (optional: HTTPS), probe (periodSeconds, timeoutSeconds, failureThreshold). */}}
 {{- define "lmcache-common.httpProbe" -}}
 httpGet:
   path: {{ .path }}
   port: {{ .port }}
+  {{- with .scheme }}
+  scheme: {{ . }}
+  {{- end }}
 {{ toYaml .probe }}
 {{- end -}}
 
-{{/* The three probes of a service: it may take its time to start, lives by /healthz, gets traffic by /readyz. Takes: probes. */}}
+{{/* The three probes of a service: it may take its time to start, lives by /healthz, gets traffic by /readyz. Takes: probes, port, scheme. */}}
 {{- define "lmcache-common.probes" -}}
+{{- $at := pick . "port" "scheme" -}}
 startupProbe:
-  {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "http" "probe" .probes.startup) | nindent 2 }}
+  {{- include "lmcache-common.httpProbe" (merge (dict "path" "/healthz" "probe" .probes.startup) $at) | nindent 2 }}
 livenessProbe:
-  {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "http" "probe" .probes.liveness) | nindent 2 }}
+  {{- include "lmcache-common.httpProbe" (merge (dict "path" "/healthz" "probe" .probes.liveness) $at) | nindent 2 }}
 readinessProbe:
-  {{- include "lmcache-common.httpProbe" (dict "path" "/readyz" "port" "http" "probe" .probes.readiness) | nindent 2 }}
+  {{- include "lmcache-common.httpProbe" (merge (dict "path" "/readyz" "probe" .probes.readiness) $at) | nindent 2 }}
+{{- end -}}
+
+{{/*
+Lets a container go on for a while before it gets its SIGTERM: until then kube-proxies and clients have learned that the pod is leaving.
+Takes: the seconds; nothing for 0.
+*/}}
+{{- define "lmcache-common.preStop" -}}
+{{- if . -}}
+lifecycle:
+  preStop:
+    exec:
+      command: [sleep, {{ toString . | quote }}]
+{{- end -}}
+{{- end -}}
+
+{{/* The field of a workload, left out where the value is null: then whoever scales it owns it. Takes: the value. */}}
+{{- define "lmcache-common.replicas" -}}
+{{- if not (kindIs "invalid" .) -}}
+replicas: {{ int . }}
+{{- end -}}
 {{- end -}}
 
 {{/* Where the pod's own name and address come from. */}}

@@ -1,6 +1,6 @@
 {{/* Ports are fixed: nothing else runs in the pods, and policies, services and settings must agree on them. */}}
 {{- define "lmcache.ports" -}}
-{storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, sidecarHealth: 8084, sidecarLm: 65433, redis: 6379, vllm: 8000}
+{storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, health: 8084, sidecarLm: 65433, compat: 65434, redis: 6379, vllm: 8000}
 {{- end -}}
 
 {{/* The address that servers listen on. Takes: root. */}}
@@ -29,17 +29,36 @@
 {{/* Settings that name the other services. Takes: root. */}}
 {{- define "lmcache.peerSettings" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $scheme := ternary "https" "http" .root.Values.tls.enabled -}}
 {{- if .root.Values.lookup.enabled }}
-lookup_url: http://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "lookup") }}:{{ $ports.lookup }}
+lookup_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "lookup") }}:{{ $ports.lookup }}
 {{- end }}
 {{- if .root.Values.broker.enabled }}
-broker_url: http://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "broker") }}:{{ $ports.broker }}
+broker_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "broker") }}:{{ $ports.broker }}
 {{- end }}
 {{- end -}}
 
-{{/* Whether there is a Redis, and where its URL comes from. Takes: root. */}}
+{{/* Name of the Service whose endpoints are all sidecars. Takes: root. */}}
+{{- define "lmcache.sidecarsName" -}}
+{{- include "lmcache-common.fullname" . }}-sidecars
+{{- end -}}
+
+{{/* The files for the bundled Redis over TLS, for a service that has no settings for them. Takes: root, component. */}}
+{{- define "lmcache.redisUrlFiles" -}}
+{{- $path := include "lmcache.tlsPath" . -}}
+{{- if and .root.Values.tls.enabled (eq .component "broker") -}}
+?ssl_ca_certs={{ $path }}/ca.crt
+{{- if .root.Values.tls.mutual -}}
+&ssl_certfile={{ $path }}/tls.crt&ssl_keyfile={{ $path }}/tls.key
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where a service has the URL of Redis from. Takes: root, component. */}}
 {{- define "lmcache.redisUrlEnv" -}}
 {{- $external := .root.Values.externalRedis -}}
+{{- $variable := printf "LMCACHE_%s_REDIS_URL" (upper .component) -}}
+{{- $scheme := ternary "rediss" "redis" .root.Values.tls.enabled -}}
 {{- $name := include "lmcache-common.componentName" (dict "root" .root "component" "redis") -}}
 {{- if .root.Values.redis.enabled -}}
 - name: REDIS_PASSWORD
@@ -47,10 +66,10 @@ broker_url: http://{{ include "lmcache-common.serviceHost" (dict "root" .root "c
     secretKeyRef:
       name: {{ default $name .root.Values.redis.existingSecret }}
       key: redis-password
-- name: LMCACHE_LOOKUP_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0
+- name: {{ $variable }}
+  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0{{ include "lmcache.redisUrlFiles" . }}
 {{- else -}}
-- name: LMCACHE_LOOKUP_REDIS_URL
+- name: {{ $variable }}
   valueFrom:
     secretKeyRef:
       name: {{ default (include "lmcache-common.componentName" (dict "root" .root "component" "external-redis")) $external.existingSecret }}

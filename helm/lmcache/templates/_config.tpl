@@ -10,6 +10,8 @@ host: {{ include "lmcache.anyHost" . | quote }}
 port: {{ $ports.storage }}
 lm_host: {{ include "lmcache.anyHost" . | quote }}
 lm_port: {{ $ports.storageLm }}
+{{- include "lmcache.healthSettings" . }}
+{{- include "lmcache.compatSettings" . }}
 {{ include "lmcache.callerSettings" (dict "root" .root "token" "storage-token") }}
 {{- include "lmcache.peerSettings" . }}
 disk_path: /var/lib/lmcache/chunks
@@ -27,19 +29,51 @@ disk_gb: {{ include "lmcache.storageDiskGb" . }}
 {{- end -}}
 {{- end -}}
 
+{{/* The listener for LMCache clients. Its host is no loopback address, and they show no token: the option that says so weakens nothing else. */}}
+{{- define "lmcache.compatSettings" -}}
+{{- with .root.Values.storage.compat }}
+{{- if .enabled }}
+lmcache_compat_host: {{ include "lmcache.anyHost" $ | quote }}
+lmcache_compat_port: {{ (include "lmcache.ports" $ | fromYaml).compat }}
+lmcache_compat_dialect: {{ .dialect }}
+lmcache_compat_tenant: {{ .tenant | quote }}
+lmcache_compat_max_connections: {{ int .maxConnections }}
+{{- if $.root.Values.auth.enabled }}
+allow_anonymous: true
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "lmcache.lookupConfig" -}}
 host: {{ include "lmcache.anyHost" . | quote }}
 port: {{ (include "lmcache.ports" . | fromYaml).lookup }}
+{{- include "lmcache.healthSettings" . }}
 {{ include "lmcache.authSettings" . }}
-{{ toYaml .root.Values.lookup.config }}
+{{- include "lmcache.redisTlsSettings" . }}
+{{ include "lmcache.setOptions" .root.Values.lookup.config }}
 {{- end -}}
 
 {{- define "lmcache.brokerConfig" -}}
 host: {{ include "lmcache.anyHost" . | quote }}
 port: {{ (include "lmcache.ports" . | fromYaml).broker }}
+{{- include "lmcache.healthSettings" . }}
 {{ include "lmcache.authSettings" . }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
-{{ toYaml .root.Values.broker.config }}
+{{- include "lmcache.discoverySettings" . }}
+{{ include "lmcache.setOptions" .root.Values.broker.config }}
+{{- end -}}
+
+{{- define "lmcache.discoverySettings" -}}
+{{- if .root.Values.broker.discovery.enabled }}
+discovery: kubernetes
+discovery_tenant: {{ ternary .root.Values.auth.tenant "default" .root.Values.auth.enabled | quote }}
+kubernetes_service: {{ include "lmcache.sidecarsName" . }}
+kubernetes_namespace: {{ .root.Release.Namespace }}
+{{- end }}
+{{- if .root.Values.broker.podDeletionCost.enabled }}
+pod_deletion_cost: true
+{{- end }}
 {{- end -}}
 
 {{- define "lmcache.sidecarConfig" -}}
@@ -48,7 +82,7 @@ ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
 host: 127.0.0.1
 port: {{ $ports.sidecar }}
 health_host: {{ include "lmcache.anyHost" . | quote }}
-health_port: {{ $ports.sidecarHealth }}
+health_port: {{ $ports.health }}
 lm_host: {{ include "lmcache.anyHost" . | quote }}
 lm_port: {{ $ports.sidecarLm }}
 {{ include "lmcache.callerSettings" (dict "root" .root "token" "sidecar-token") }}

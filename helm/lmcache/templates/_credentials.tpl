@@ -12,14 +12,17 @@
 /run/secrets/lmcache
 {{- end -}}
 
-{{/* Settings of a server that checks tokens. Takes: root. */}}
+{{/* Settings of a server that checks tokens, and encrypts what it serves. Takes: root. */}}
 {{- define "lmcache.authSettings" -}}
 {{- if .root.Values.auth.enabled -}}
 auth_tokens_file: {{ include "lmcache.credentialsPath" . }}/tokens.yaml
+{{- if not .root.Values.tls.enabled }}
 allow_plaintext: true
+{{- end }}
 {{- else -}}
 allow_anonymous: true
 {{- end }}
+{{- include "lmcache.tlsServerSettings" . }}
 {{- end -}}
 
 {{/* Settings of a server that also calls others, with a token of its own. Takes: root, token (its key in the Secret). */}}
@@ -29,18 +32,20 @@ allow_anonymous: true
 service_token_file: {{ include "lmcache.credentialsPath" . }}/{{ .token }}
 tenant: {{ .root.Values.auth.tenant | quote }}
 {{- end }}
+{{- include "lmcache.tlsCallerSettings" . }}
 {{- end -}}
 
 {{/*
-A volume with just the named keys of the two Secrets; nothing where no key is left.
-Takes: root, auth (keys of the token Secret; left out where auth is off), keys (keys of the other).
+Volumes with just those secrets that a component reads, if any: tokens and keys, its certificate, files for a Redis over TLS.
+Anybody in the container may read the files: who they belong to is not for us to rely on, and there is but one user.
+Takes: root, component, auth (keys of the token Secret; left out where auth is off), keys (keys of the other), asksRedis (optional).
 */}}
-{{- define "lmcache.credentialsVolume" -}}
+{{- define "lmcache.secretVolumes" -}}
 {{- $auth := ternary .auth list .root.Values.auth.enabled -}}
-{{- if or $auth .keys -}}
+{{- if or $auth .keys }}
 - name: credentials
   projected:
-    defaultMode: 0440
+    defaultMode: 0444
     sources:
       {{- with $auth }}
       - secret:
@@ -59,14 +64,19 @@ Takes: root, auth (keys of the token Secret; left out where auth is off), keys (
             {{- end }}
       {{- end }}
 {{- end }}
+{{- include "lmcache.tlsVolumes" . }}
 {{- end -}}
 
-{{/* The mount of that volume. Takes: root, auth, keys. */}}
-{{- define "lmcache.credentialsMount" -}}
-{{- if or .root.Values.auth.enabled .keys -}}
-- name: credentials
-  mountPath: {{ include "lmcache.credentialsPath" . }}
-  readOnly: true
+{{/* The mounts of those volumes. Takes: the same. */}}
+{{- define "lmcache.secretMounts" -}}
+{{- if or .root.Values.auth.enabled .keys }}
+- {name: credentials, mountPath: {{ include "lmcache.credentialsPath" . }}, readOnly: true}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- {name: tls, mountPath: {{ include "lmcache.tlsPath" . }}, readOnly: true}
+{{- end }}
+{{- if and .asksRedis (include "lmcache.externalRedisFiles" .) }}
+- {name: redis-tls, mountPath: {{ include "lmcache.redisTlsPath" . }}, readOnly: true}
 {{- end }}
 {{- end -}}
 

@@ -30,13 +30,13 @@ name: {{ include "lmcache.modelName" . }}
   args: [--config, /etc/lmcache/config.yaml]
   ports:
     - {name: lm, containerPort: {{ $ports.sidecarLm }}}
-    - {name: sidecar-health, containerPort: {{ $ports.sidecarHealth }}}
+    - {name: sidecar-health, containerPort: {{ $ports.health }}}
   env:
     {{- include "lmcache-common.podEnv" . | nindent 4 }}
     - name: LMCACHE_SIDECAR_INSTANCE_ID
       value: $(POD_NAME)
     - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
-      value: lm://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
+      value: {{ include "lmcache.lmScheme" . }}://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
     {{- include "lmcache.placeEnv" "SIDECAR" | nindent 4 }}
     {{- with $sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}
@@ -46,13 +46,19 @@ name: {{ include "lmcache.modelName" . }}
   resources:
     {{- $memoryMi := addf (mulf $sidecar.config.arena_gb 1024) $sidecar.memoryOverheadMi | ceil }}
     {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $sidecar.resources "memoryMi" $memoryMi) | nindent 4 }}
+  # When the pod is to end, at once: its drain begins while vLLM still answers what it has. (SIGTERM comes when vLLM has ended.) A hook of
+  # vLLM's container would also run where vLLM alone is started again, and would leave it a sidecar that keeps nothing any more.
+  lifecycle:
+    preStop:
+      exec:
+        command: [python, -c, "import os, signal; os.kill(1, signal.SIGUSR1)"]
   startupProbe:
     {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.startup) | nindent 4 }}
   livenessProbe:
     {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.liveness) | nindent 4 }}
   volumeMounts:
     - {name: config, mountPath: /etc/lmcache, readOnly: true}
-    {{- include "lmcache.credentialsMount" (dict "root" .root "keys" (list "ticket-keys")) | nindent 4 }}
+    {{- include "lmcache.secretMounts" (include "lmcache.sidecarSecrets" . | fromYaml | merge (dict "root" .root)) | trim | nindent 4 }}
     - {name: arena, mountPath: /run/lmcache/arena}
     - {name: socket, mountPath: /run/lmcache/socket}
     - {name: sidecar-tmp, mountPath: /tmp}
@@ -64,13 +70,20 @@ name: {{ include "lmcache.modelName" . }}
     {{- end }}
 {{- end -}}
 
+{{/* What of the Secrets a sidecar reads, as YAML. */}}
+{{- define "lmcache.sidecarSecrets" -}}
+component: vllm
+auth: [tokens.yaml, sidecar-token]
+keys: [ticket-keys, salt]
+{{- end -}}
+
 {{/* Volumes of a model's pod. Takes: root, model (merged). */}}
 {{- define "lmcache.modelVolumes" -}}
 {{- $config := .model.sidecar.config -}}
 - name: config
   configMap:
     name: {{ include "lmcache.modelName" . }}
-{{ include "lmcache.credentialsVolume" (dict "root" .root "auth" (list "tokens.yaml" "sidecar-token") "keys" (list "ticket-keys" "salt")) }}
+{{ include "lmcache.secretVolumes" (include "lmcache.sidecarSecrets" . | fromYaml | merge (dict "root" .root)) | trim }}
 - name: arena
   emptyDir:
     medium: Memory
@@ -81,6 +94,20 @@ name: {{ include "lmcache.modelName" . }}
   emptyDir:
     medium: Memory
     sizeLimit: 1Mi
+{{- if .model.connector.enabled }}
+- name: payload
+  emptyDir:
+    sizeLimit: 256Mi
+{{- end }}
+{{- with .model.tls.existingSecret }}
+- name: vllm-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0444
+    items:
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+{{- end }}
 - name: shm
   emptyDir:
     medium: Memory

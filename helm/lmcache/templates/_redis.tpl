@@ -1,13 +1,26 @@
-{{/* The index is soft state: nothing is written to disk, and a full Redis drops what was not used for longest. Takes: root. */}}
+{{/*
+What lookup and broker keep is soft state: nothing is written to disk. A full Redis takes no more, which waits then; were it to drop
+something, that might be a lease. Takes: root.
+*/}}
 {{- define "lmcache.redisConfig" -}}
 {{- $v6 := eq .root.Values.network.ipFamily "IPv6" -}}
 bind {{ ternary "::" "0.0.0.0" $v6 }}
-port {{ (include "lmcache.ports" . | fromYaml).redis }}
+{{- $port := (include "lmcache.ports" . | fromYaml).redis }}
+{{- if .root.Values.tls.enabled }}
+port 0
+tls-port {{ $port }}
+tls-cert-file {{ include "lmcache.tlsPath" . }}/tls.crt
+tls-key-file {{ include "lmcache.tlsPath" . }}/tls.key
+tls-ca-cert-file {{ include "lmcache.tlsPath" . }}/ca.crt
+tls-auth-clients {{ ternary "yes" "no" .root.Values.tls.mutual }}
+{{- else }}
+port {{ $port }}
+{{- end }}
 dir /data
 save ""
 appendonly no
 maxmemory {{ int64 .root.Values.redis.maxMemoryMi }}mb
-maxmemory-policy allkeys-lru
+maxmemory-policy noeviction
 {{- end -}}
 
 {{/*
@@ -20,7 +33,30 @@ requirepass "$(cat /run/secrets/redis/redis-password)"
 END
 {{- end -}}
 
-{{/* Asks Redis for a PONG; the password does not become an argument here either. */}}
+{{/* Asks Redis for a PONG; the password does not become an argument here either. Takes: root. */}}
 {{- define "lmcache.redisPing" -}}
-REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli ping | grep -q PONG
+{{- $tls := "" -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $path := include "lmcache.tlsPath" . -}}
+{{- $tls = printf " --tls --cacert %s/ca.crt" $path -}}
+{{- if .root.Values.tls.mutual -}}
+{{- $tls = printf "%s --cert %s/tls.crt --key %s/tls.key" $tls $path $path -}}
+{{- end -}}
+{{- end -}}
+REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} ping | grep -q PONG
+{{- end -}}
+
+{{/* The rule that lets lookup and broker reach it, or one of your own wherever that is. Takes: root. */}}
+{{- define "lmcache.redisEgress" -}}
+{{- if .root.Values.redis.enabled -}}
+- to:
+    {{- include "lmcache-common.podPeer" (dict "root" .root "component" "redis") | nindent 4 }}
+  ports:
+    - {port: {{ (include "lmcache.ports" . | fromYaml).redis }}, protocol: TCP}
+{{- else -}}
+- ports:
+    {{- range .root.Values.externalRedis.ports }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end }}
 {{- end -}}

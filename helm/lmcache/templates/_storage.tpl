@@ -2,7 +2,7 @@
 {{- define "lmcache.storageUrl" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
 {{- $name := include "lmcache-common.componentName" (dict "root" .root "component" "storage") -}}
-{{- printf "lm://%s-headless.%s.svc:%v" $name .root.Release.Namespace $ports.storageLm -}}
+{{- printf "%s://%s-headless.%s.svc:%v" (include "lmcache.lmScheme" .) $name .root.Release.Namespace $ports.storageLm -}}
 {{- end -}}
 
 {{/* The container of a storage pod. Takes: root, component, values. */}}
@@ -16,12 +16,18 @@
   ports:
     - {name: http, containerPort: {{ $ports.storage }}}
     - {name: lm, containerPort: {{ $ports.storageLm }}}
+    {{- with include "lmcache.healthPort" . }}
+    {{- . | trim | nindent 4 }}
+    {{- end }}
+    {{- if .values.compat.enabled }}
+    - {name: compat, containerPort: {{ $ports.compat }}}
+    {{- end }}
   env:
     {{- include "lmcache-common.podEnv" . | nindent 4 }}
     - name: LMCACHE_STORAGE_INSTANCE_ID
       value: $(POD_NAME)
     - name: LMCACHE_STORAGE_ADVERTISE_URL
-      value: lm://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
+      value: {{ include "lmcache.lmScheme" . }}://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
     - name: LMCACHE_STORAGE_REPLICAS_URL
       value: {{ include "lmcache.storageUrl" . }}
     {{- include "lmcache.placeEnv" "STORAGE" | nindent 4 }}
@@ -33,11 +39,14 @@
   resources:
     {{- $memoryMi := addf (mulf .values.config.memory_gb 1024) .values.memoryOverheadMi | ceil }}
     {{- include "lmcache-common.resourcesWithMemory" (dict "resources" .values.resources "memoryMi" $memoryMi) | nindent 4 }}
-  {{- include "lmcache-common.probes" .values | nindent 2 }}
+  {{- include "lmcache.probes" . | nindent 2 }}
+  {{- with include "lmcache-common.preStop" .values.preStopSeconds }}
+  {{- . | nindent 2 }}
+  {{- end }}
   volumeMounts:
     - {name: config, mountPath: /etc/lmcache, readOnly: true}
-    {{- with include "lmcache.credentialsMount" (dict "root" .root "keys" list) }}
-    {{- . | nindent 4 }}
+    {{- with include "lmcache.secretMounts" . }}
+    {{- . | trim | nindent 4 }}
     {{- end }}
     - {name: data, mountPath: /var/lib/lmcache}
     - {name: tmp, mountPath: /tmp}

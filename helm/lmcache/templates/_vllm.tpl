@@ -1,11 +1,19 @@
-{{/* Arguments of vLLM. Takes: model (merged). */}}
+{{/* Arguments of vLLM. Takes: root, model (merged). */}}
 {{- define "lmcache.vllmArgs" -}}
 - --model
 - {{ .model.model | quote }}
 - --served-model-name
 - {{ .model.model | quote }}
+- --host
+- {{ include "lmcache.anyHost" . | quote }}
 - --port
 - "8000"
+{{- if .model.tls.existingSecret }}
+- --ssl-certfile
+- /run/secrets/vllm-tls/tls.crt
+- --ssl-keyfile
+- /run/secrets/vllm-tls/tls.key
+{{- end }}
 {{- if .model.connector.enabled }}
 - --kv-transfer-config
 - {{ include "lmcache.kvTransferConfig" . | fromYaml | toJson | quote }}
@@ -22,7 +30,7 @@ kv_connector_module_path: lmcache_core.integrations.vllm
 kv_role: kv_both
 kv_load_failure_policy: recompute
 kv_connector_extra_config:
-  socket_path: {{ include "lmcache.socketPath" . }}
+  {{- merge (dict "lmcache.sidecar_socket" (include "lmcache.socketPath" .)) .model.connector.options | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/*
@@ -39,7 +47,66 @@ the libraries that ask who they run as get a name.
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /home/vllm/.cache/torchinductor}
 - {name: VLLM_NO_USAGE_STATS, value: "1"}
 - {name: DO_NOT_TRACK, value: "1"}
+{{- if .model.connector.enabled }}
+- name: PYTHONPATH
+  value: {{ list .model.connector.pythonPath (printf "%s/python" (include "lmcache.payloadPath" .)) | compact | join ":" }}
+{{- end }}
 {{- with .model.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache.payloadPath" -}}
+/opt/lmcache
+{{- end -}}
+
+{{/* Copies what vLLM is to import. Takes: root, model (merged). */}}
+{{- define "lmcache.payloadContainer" -}}
+- name: payload
+  image: {{ include "lmcache-common.image" (dict "root" .root "image" .root.Values.payload.image "own" true) }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  command: [/payload/install, {{ include "lmcache.payloadPath" . }}]
+  securityContext:
+    {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
+  resources:
+    {{- toYaml .root.Values.payload.resources | nindent 4 }}
+  volumeMounts:
+    - {name: payload, mountPath: {{ include "lmcache.payloadPath" . }}}
+{{- end -}}
+
+{{/* One probe of vLLM. Takes: model (merged), probe. */}}
+{{- define "lmcache.vllmProbe" -}}
+{{- $scheme := ternary "HTTPS" "" (ne .model.tls.existingSecret "") -}}
+{{- include "lmcache-common.httpProbe" (dict "path" "/health" "port" "http" "scheme" $scheme "probe" .probe) -}}
+{{- end -}}
+
+{{/* What is done before vLLM is told to end: new requests stop coming, those that it has are answered. Takes: root, model (merged). */}}
+{{- define "lmcache.vllmPreStop" -}}
+{{- $scheme := ternary "https" "http" (ne .model.tls.existingSecret "") -}}
+exec:
+  command:
+    - python3
+    - -c
+    - {{ .root.Files.Get "files/stop_vllm.py" | toJson }}
+    - {{ $scheme }}://localhost:8000/metrics
+    - {{ .model.stop.graceSeconds | quote }}
+    - {{ .model.stop.maxSeconds | quote }}
+{{- end -}}
+
+{{/* Mounts of the vLLM container. Takes: root, model (merged). */}}
+{{- define "lmcache.vllmMounts" -}}
+- {name: arena, mountPath: /run/lmcache/arena}
+- {name: socket, mountPath: /run/lmcache/socket}
+- {name: shm, mountPath: /dev/shm}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/vllm}
+{{- if .model.connector.enabled }}
+- {name: payload, mountPath: {{ include "lmcache.payloadPath" . }}, readOnly: true}
+{{- end }}
+{{- if .model.tls.existingSecret }}
+- {name: vllm-tls, mountPath: /run/secrets/vllm-tls, readOnly: true}
+{{- end }}
+{{- with .model.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}

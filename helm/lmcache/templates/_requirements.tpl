@@ -1,0 +1,78 @@
+{{/* Parts of requirements.yaml: each fails the rendering with a sentence, or renders nothing. */}}
+
+{{- define "lmcache.refuseModel" }}
+{{- $name := printf "models (%s)" .name }}
+{{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
+{{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s: sidecar" $name) "resources" .sidecar.resources) }}
+{{- $seconds := list .stop.maxSeconds .sidecar.config.drain_timeout_s .sidecar.config.shutdown_grace_s }}
+{{- include "lmcache.refuseShortGrace" (dict "name" $name "given" .terminationGracePeriodSeconds "seconds" $seconds) }}
+{{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
+{{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
+{{- end }}
+{{- range .extraEnv }}
+{{- if and (eq .name "PYTHONPATH") $.connector.enabled }}
+{{- fail (printf "%s: extraEnv sets PYTHONPATH, which would hide what the cache brings: set connector.pythonPath instead." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseCompat" }}
+{{- $compat := .Values.storage.compat }}
+{{- if $compat.enabled }}
+{{- if not .Values.networkPolicy.enabled }}
+{{- fail "storage.compat needs networkPolicy.enabled: nothing else keeps strangers from that port." }}
+{{- end }}
+{{- if not $compat.clientsFrom }}
+{{- fail "storage.compat is enabled, but storage.compat.clientsFrom is empty: name the pods that run LMCache." }}
+{{- end }}
+{{- if eq $compat.tenant .Values.auth.tenant }}
+{{- fail "storage.compat.tenant is auth.tenant: LMCache clients show no token, so give them a tenant of their own." }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseTls" }}
+{{- $tls := .Values.tls }}
+{{- $given := compact (append (values $tls.existingSecrets) $tls.existingSecret) }}
+{{- if and $tls.mutual (not $tls.enabled) }}
+{{- fail "tls.mutual is set, but tls.enabled is false: enable TLS, or leave it off." }}
+{{- end }}
+{{- if and $tls.certManager.enabled (not $tls.enabled) }}
+{{- fail "tls.certManager is enabled, but tls.enabled is false: enable TLS, or leave it off." }}
+{{- end }}
+{{- if and $tls.certManager.enabled $given }}
+{{- fail "tls.certManager is enabled, and Secrets with certificates are named too: choose one of them." }}
+{{- end }}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) }}
+{{- fail "tls.certManager.issuerRef.name is empty: name the Issuer that signs." }}
+{{- end }}
+{{- if and $tls.enabled (not $tls.certManager.enabled) (not $tls.existingSecret) }}
+{{- range $name, $secret := $tls.existingSecrets }}
+{{- if and (not $secret) (or (eq $name "sidecar") (get $.Values $name).enabled) }}
+{{- fail (printf "tls is enabled, but there is no certificate for %s: set tls.existingSecret, tls.existingSecrets.%s or tls.certManager." $name $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseShortGrace" }}
+{{- $needed := 0.0 }}
+{{- range .seconds }}
+{{- $needed = addf $needed . }}
+{{- end }}
+{{- if lt (float64 .given) $needed }}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %v, but its pods may take %v s to end (what its wait before the end, its drain and its requests may take): raise the one or lower the others." .name .given $needed) }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseNoCpu" }}
+{{- if not (dig "requests" "cpu" "" .resources) }}
+{{- fail (printf "%s.resources requests no cpu, without which autoscalers can tell nothing of the pod: give it one." .name) }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseMemory" }}
+{{- if or (hasKey (default dict .resources.requests) "memory") (hasKey (default dict .resources.limits) "memory") }}
+{{- fail (printf "%s.resources names memory, but that follows from the size of the cache and memoryOverheadMi: set those." .name) }}
+{{- end }}
+{{- end }}

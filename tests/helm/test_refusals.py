@@ -1,0 +1,112 @@
+"""Values that are refused: what no value may be, and what contradicts itself, each with a sentence of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest
+
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+EXTERNAL: Manifest = {"redis.enabled": False, "externalRedis.url": "redis://r:6379"}
+COMPAT: Manifest = {"storage.compat.enabled": True, "storage.compat.clientsFrom": [{"podSelector": {}}]}
+
+REFUSED: dict[str, tuple[Manifest, str]] = {
+    "an unknown name": ({"storage.replicas": 2}, "replicas"),
+    "an unknown option": ({"storage.config.memory_gib": 2}, "memory_gib"),
+    "an unknown component": ({"lookups.enabled": True}, "lookups"),
+    "a wrong type": ({"lookup.replicaCount": "two"}, "replicaCount"),
+    "an unknown name in a model": ({"models": [MODEL | {"gpus": 1}]}, "gpus"),
+    "a model without a name": ({"models": [{"model": "example/tiny"}]}, "name"),
+    "a model's name that is no label": ({"models": [MODEL | {"name": "Tiny_1"}]}, "name"),
+    "root": ({"security.runAsUser": 0}, "runAsUser"),
+    "a digest that is none": ({"broker.image.digest": "sha256:12"}, "digest"),
+    "a Redis of another kind": ({"redis.enabled": False, "externalRedis.url": "redis+tls://r:6379"}, "url"),
+    "an option that is not the connector's": ({"models": [MODEL | {"connector": {"options": {"load": "sync"}}}]}, "lmcache"),
+    "two Redis": ({"externalRedis.url": "redis://r:6379"}, "set redis.enabled=false"),
+    "two external Redis": (EXTERNAL | {"externalRedis.existingSecret": "s"}, "give one of them"),
+    "no Redis": ({"redis.enabled": False}, "lookup needs a Redis"),
+    "files for the bundled Redis": ({"externalRedis.tls.existingSecret": "s"}, "those files are for a Redis of your own"),
+    "files for a Redis without TLS": (EXTERNAL | {"externalRedis.tls.existingSecret": "s"}, "write rediss for redis"),
+    "a lookup without a broker": ({"broker.enabled": False}, "enable both or neither"),
+    "costs of pods that nobody sees": (
+        {"broker.podDeletionCost.enabled": True, "broker.discovery.enabled": False},
+        "needs broker.discovery",
+    ),
+    "a disk tier larger than its volume": ({"storage.config.disk_gb": 51}, "must fit its volume"),
+    "a token Secret without auth": ({"auth.enabled": False, "auth.existingSecret": "s"}, "enable auth"),
+    "memory beside its size": ({"storage.resources.limits.memory": "1Gi"}, "follows from the size of the cache"),
+    "a sidecar's memory beside its size": (
+        {"models": [MODEL | {"sidecar": {"resources": {"limits": {"memory": "1Gi"}}}}]},
+        "follows from the size of the cache",
+    ),
+    "no CPU request": ({"lookup.resources.requests": {"cpu": None}}, "lookup.resources requests no cpu"),
+    "no CPU request of a model": (
+        {"models": [MODEL | {"resources": {"requests": {"cpu": ""}}}]},
+        "models (tiny).resources requests no cpu",
+    ),
+    "no CPU request of a sidecar": (
+        {"models": [MODEL | {"sidecar": {"resources": {"requests": {"cpu": ""}}}}]},
+        "models (tiny): sidecar.resources requests no cpu",
+    ),
+    "two models of one name": ({"models": [MODEL, MODEL]}, "two entries are named"),
+    "one account created twice": (
+        {"modelDefaults.serviceAccount.name": "gpu", "models": [MODEL, MODEL | {"name": "other"}]},
+        "would create the service account",
+    ),
+    "a storage that is killed while it drains": (
+        {"storage.config.drain_timeout_s": 66},
+        "storage.terminationGracePeriodSeconds is 90, but its pods may take 91 s",
+    ),
+    "a lookup that is killed while it answers": ({"lookup.preStopSeconds": 30}, "lookup.terminationGracePeriodSeconds is 45"),
+    "a sidecar that is killed while it drains": (
+        {"models": [MODEL | {"sidecar": {"config": {"drain_timeout_s": 120}}}]},
+        "models (tiny).terminationGracePeriodSeconds is 180, but its pods may take 200 s",
+    ),
+    "a wait longer than the longest": ({"models": [MODEL | {"stop": {"graceSeconds": 90}}]}, "above stop.maxSeconds"),
+    "a PYTHONPATH that hides the connector": (
+        {"models": [MODEL | {"extraEnv": [{"name": "PYTHONPATH", "value": "/x"}]}]},
+        "set connector.pythonPath instead",
+    ),
+    "LMCache clients without a policy": (COMPAT | {"networkPolicy.enabled": False}, "nothing else keeps strangers from that port"),
+    "LMCache clients from nowhere": ({"storage.compat.enabled": True}, "name the pods that run LMCache"),
+    "LMCache clients as our own tenant": (COMPAT | {"storage.compat.tenant": "default"}, "a tenant of their own"),
+    "clients' certificates without TLS": ({"tls.mutual": True}, "tls.mutual is set, but"),
+    "certificates without TLS": ({"tls.certManager.enabled": True}, "tls.certManager is enabled, but"),
+    "two kinds of certificates": (
+        {"tls.enabled": True, "tls.certManager.enabled": True, "tls.existingSecrets.redis": "s"},
+        "choose one of them",
+    ),
+    "certificates that nobody signs": ({"tls.enabled": True, "tls.certManager.enabled": True}, "name the Issuer"),
+    "TLS without certificates": (
+        {"tls.enabled": True, "tls.existingSecrets": {"storage": "a", "lookup": "b", "sidecar": "c", "redis": "d"}},
+        "there is no certificate for broker",
+    ),
+}
+OF_ONE_SENTENCE = {
+    "a lookup that is killed while it answers": "a storage that is killed while it drains",
+    "a sidecar that is killed while it drains": "a storage that is killed while it drains",
+    "no CPU request of a model": "no CPU request",
+    "no CPU request of a sidecar": "no CPU request",
+    "a sidecar's memory beside its size": "memory beside its size",
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_refused(chart: Chart, what: str) -> None:
+    values, sentence = REFUSED[what]
+    assert sentence in chart.refuse(values)
+
+
+def test_every_contradiction_is_tested(chart: Chart) -> None:
+    """As many sentences are expected above as requirements.yaml and its parts can fail with."""
+    templates = [chart.path / "templates" / name for name in ("requirements.yaml", "_requirements.tpl")]
+    told = {what for what, (_, sentence) in REFUSED.items() if " " in sentence and what not in OF_ONE_SENTENCE}
+    assert len(told) == sum(template.read_text(encoding="utf-8").count("{{- fail ") for template in templates)
+
+
+def test_certificates_are_asked_for_of_what_is_installed_only(chart: Chart) -> None:
+    alone = {"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}
+    chart.render(alone | {"tls.enabled": True, "tls.existingSecrets": {"storage": "a", "sidecar": "c"}})

@@ -1,0 +1,156 @@
+"""Pods come and go: who owns the number of replicas, what happens before an end, and who may see which pods there are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+SCALED = {"storage": "StatefulSet", "lookup": "Deployment", "broker": "Deployment", "vllm-tiny": "Deployment"}
+
+
+@pytest.fixture
+def rendering(chart: Chart) -> Rendering:
+    """Everything, with a model."""
+    return chart.render({"models": [MODEL]})
+
+
+def container_of(rendering: Rendering, name: str) -> Manifest:
+    return next(container for where, container in rendering.containers() if where.endswith(f"/{name}"))
+
+
+@pytest.mark.parametrize("name", sorted(SCALED))
+@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -> None:
+    """Helm 4 applies on the server, where a field that two set to different values is a conflict: the upgrade fails."""
+    assert "replicas" not in chart.render({"models": [MODEL]}, helm=helm).get(SCALED[name], name)["spec"]
+    value = "modelDefaults.replicaCount" if name.startswith("vllm") else f"{name}.replicaCount"
+    for number in (0, 3):
+        given = chart.render({"models": [MODEL], value: number}, helm=helm)
+        assert given.get(SCALED[name], name)["spec"]["replicas"] == number
+
+
+@pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
+def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
+    rendering = chart.render({f"{name}.preStopSeconds": 7})
+    assert container_of(rendering, name)["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "7"]}}}
+    assert "lifecycle" not in container_of(chart.render({f"{name}.preStopSeconds": 0}), name)
+
+
+def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(rendering: Rendering) -> None:
+    """The hook of a native sidecar runs when the pod is to end, its SIGTERM comes when vLLM has ended."""
+    command = container_of(rendering, "sidecar")["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[0] == "python"
+    script = command[2].replace("kill(1,", "kill(int(__import__('sys').argv[1]),")
+    target = subprocess.Popen(["sleep", "60"])
+    try:
+        subprocess.run([sys.executable, "-c", script, str(target.pid)], timeout=20, check=True)
+        assert target.wait(timeout=20) == -10, "SIGUSR1 is what the sidecar takes for it"
+    finally:
+        target.kill()
+        target.wait()
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Has requests until they are over."""
+
+    num_running: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        running = self.num_running.pop(0) if self.num_running else 0
+        text = f'# HELP x\nvllm:num_requests_running{{engine="0"}} {running}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def vllm_url() -> Iterator[str]:
+    """A server with vLLM's metrics."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://localhost:{server.server_port}/metrics"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    FakeVllm.num_running.clear()
+
+
+def stop_hook(rendering: Rendering, url: str, *seconds: str) -> list[str]:
+    """The hook as it is rendered, for another vLLM and other times."""
+    command = container_of(rendering, "vllm")["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["python3", "-c"]
+    assert command[3:] == ["http://localhost:8000/metrics", "5", "60"]
+    return [sys.executable, "-c", command[2], url, *seconds]
+
+
+def test_vllm_answers_what_it_has_before_it_ends(rendering: Rendering, vllm_url: str) -> None:
+    FakeVllm.num_running[:] = [2, 1, 0, 5]
+    subprocess.run(stop_hook(rendering, vllm_url, "0", "30"), timeout=40, check=True)
+    assert FakeVllm.num_running == [5], "it asks until nothing runs, and no longer"
+
+
+def test_the_hook_of_vllm_waits_for_new_requests_to_stay_away(rendering: Rendering, vllm_url: str) -> None:
+    begin = time.monotonic()
+    subprocess.run(stop_hook(rendering, vllm_url, "0.7", "30"), timeout=40, check=True)
+    assert time.monotonic() - begin >= 0.7
+
+
+@pytest.mark.parametrize("url", ["", "http://localhost:1/metrics"])
+def test_the_hook_of_vllm_ends(rendering: Rendering, vllm_url: str, url: str) -> None:
+    """With requests that never end after the longest time, and at once where vLLM is dead."""
+    FakeVllm.num_running[:] = [1] * 1000
+    begin = time.monotonic()
+    subprocess.run(stop_hook(rendering, url or vllm_url, "0", "1" if not url else "30"), timeout=40, check=True)
+    assert time.monotonic() - begin < 15
+
+
+def rules(rendering: Rendering) -> dict[str, list[str]]:
+    role = rendering.get("Role", "broker")
+    return {resource: sorted(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]}
+
+
+def test_the_broker_sees_pods_and_changes_nothing(rendering: Rendering) -> None:
+    assert rules(rendering) == {"endpointslices": ["get", "list", "watch"], "pods": ["get", "list", "watch"]}
+    binding = rendering.get("RoleBinding", "broker")
+    assert binding["roleRef"]["name"] == rendering.get("Role", "broker")["metadata"]["name"]
+    account = rendering.get("Deployment", "broker")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "inference"}]
+    assert rendering.of_kind("ClusterRole", "ClusterRoleBinding") == []
+    assert len(rendering.of_kind("Role")) == 1
+
+
+def test_pods_are_patched_only_where_that_is_wanted(chart: Chart) -> None:
+    assert rules(chart.render({"broker.podDeletionCost.enabled": True}))["pods"] == ["get", "list", "patch", "watch"]
+
+
+def test_without_discovery_the_broker_has_no_rights(chart: Chart) -> None:
+    rendering = chart.render({"broker.discovery.enabled": False})
+    assert rendering.of_kind("Role", "RoleBinding") == []
+    assert rendering.get("Deployment", "broker")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_the_followed_endpoints_are_those_of_all_sidecars(chart: Chart) -> None:
+    rendering = chart.render({"models": [MODEL, MODEL | {"name": "other"}]})
+    service = rendering.get("Service", "sidecars")["spec"]
+    assert service["clusterIP"] == "None"
+    for name in ("vllm-tiny", "vllm-other"):
+        template = rendering.get("Deployment", name)["spec"]["template"]
+        assert service["selector"].items() <= template["metadata"]["labels"].items()
+        ports = {port["name"]: port["containerPort"] for port in template["spec"]["initContainers"][1]["ports"]}
+        assert [(port["name"], port["port"]) for port in service["ports"]] == [("lm", ports["lm"])]
+    assert not service.get("publishNotReadyAddresses"), "a pod that is not ready is no peer yet"
