@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 from lmcache_ctl.cli import main
 
-GROUPS = ["codec", "sidecar"]
-COMMANDS = [["codec", "stats"], ["codec", "inspect"], ["codec", "measure"], ["sidecar", "status"], ["sidecar", "explain"]]
+GROUPS = ["codec", "lookup", "sidecar"]
+COMMANDS = [
+    ["status"],
+    ["explain"],
+    ["evict"],
+    ["pin"],
+    ["drain"],
+    ["codec", "stats"],
+    ["codec", "inspect"],
+    ["codec", "measure"],
+    ["sidecar", "status"],
+    ["sidecar", "explain"],
+]
 
 
 def run(*arguments: str) -> int:

@@ -11,9 +11,12 @@ import typer
 from lmcache_core.errors import LMCacheError
 
 from lmcache_ctl.codec.commands import app as codec
+from lmcache_ctl.drain.commands import drain
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.evict.commands import evict
 from lmcache_ctl.explain.commands import explain
 from lmcache_ctl.lookup.commands import app as lookup
+from lmcache_ctl.pin.commands import pin
 from lmcache_ctl.sidecar.commands import app as sidecar
 from lmcache_ctl.status.commands import status
 
@@ -21,8 +24,8 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
 app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
-app.command()(status)
-app.command()(explain)
+for command in (status, explain, evict, pin, drain):
+    app.command()(command)
 app.add_typer(codec, name="codec")
 app.add_typer(lookup, name="lookup")
 app.add_typer(sidecar, name="sidecar")

@@ -55,7 +55,7 @@ _OPTIONS: Final[dict[str, Any]] = {
         float | None, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one service (5).", rich_help_panel=_HOW)
     ],
 }
-_PLACES: Final = ("lookup_urls", "broker_urls", "storage_urls", "sidecar_urls")
+_PLACES: Final = frozenset(f"{kind}_urls" for kind in _CALLED)
 
 Command = Callable[..., None]
 
@@ -66,11 +66,17 @@ def reaches_services(command: Command) -> Command:
 
 
 def reaches(kind: str) -> Callable[[Command], Command]:
-    """Give a command the options that name services of one kind, whose address is just `--url`."""
-    place = f"{kind}_urls"
-    options = {name: annotation for name, annotation in _OPTIONS.items() if name not in _PLACES or name == place}
-    option = typer.Option("--url", f"--{kind}-url", metavar="URL", help=_URL.format(_CALLED[kind]), rich_help_panel=_WHERE)
-    options[place] = Annotated[list[str] | None, option]
+    """Give a command the options that name services of one kind, whose address is just `--url`.
+
+    It takes those of the other kinds too, and passes them over, so that all commands may be given the same ones.
+    """
+    options = {name: annotation for name, annotation in _OPTIONS.items() if name not in _PLACES}
+    for other in _CALLED:
+        names, is_hidden = (("--url",), False) if other == kind else ((), True)
+        option = typer.Option(
+            *names, f"--{other}-url", metavar="URL", help=_URL.format(_CALLED[other]), rich_help_panel=_WHERE, hidden=is_hidden
+        )
+        options[f"{other}_urls"] = Annotated[list[str] | None, option]
     return lambda command: _with_options(command, options)
 
 

@@ -77,12 +77,11 @@ class Reach:
             CtlError: None answers; the text is the last one's.
         """
         from lmcache_ctl.cluster.asking import Asker, RefusedError
+        from lmcache_ctl.cluster.targets import Target, named
 
         asker = Asker(self.settings)
         with self.services(kind) as services:
-            chosen = services if name is None else [service for service in services if service.name == name]
-            if not chosen:
-                raise CtlError(f"there is no {kind} {name!r}: there are {', '.join(service.name for service in services)}")
+            chosen = services if name is None else asyncio.run(named(asker, services, [Target(kind, name)]))
             for last, service in enumerate(chosen, 1):
                 try:
                     return asyncio.run(asker.one(service, question))

@@ -1,0 +1,1 @@
+"""`lmcachectl evict`: free memory, or forget everything."""

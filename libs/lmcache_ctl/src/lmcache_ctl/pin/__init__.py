@@ -1,0 +1,1 @@
+"""`lmcachectl pin`: keep chunks in memory for a while."""
