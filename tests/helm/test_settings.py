@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import re
 from pathlib import Path
@@ -24,15 +25,18 @@ MODELS = {
 FIELDS = {"metadata.name": "cache-pod-0", "status.podIP": "10.1.2.3", "spec.nodeName": "node-1"}
 
 
-def environment(container: Manifest) -> dict[str, str]:
-    """The container's variables as the kubelet would set them."""
+def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
+    """The container's variables as the kubelet would set them; Secrets that the chart does not make hold a URL."""
+    secrets = {one["metadata"]["name"]: one["data"] for one in rendering.of_kind("Secret")}
     values: dict[str, str] = {}
     for one in container["env"]:
         source = one.get("valueFrom", {})
         if "fieldRef" in source:
             text = FIELDS.get(source["fieldRef"]["fieldPath"], "")
         elif "secretKeyRef" in source:
-            text = "redis://from-a-secret:6379/0" if "url" in source["secretKeyRef"]["key"] else "secret"
+            reference = source["secretKeyRef"]
+            held = secrets.get(reference["name"], {}).get(reference["key"])
+            text = "redis://from-a-secret:6379/0" if held is None else base64.b64decode(held).decode()
         else:
             text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], one["value"])
         values[one["name"]] = text
@@ -52,7 +56,7 @@ def settings_of(rendering: Rendering, service: str, folder: Path) -> tuple[Servi
     text = rendering.get("ConfigMap", config.removeprefix("cache-lmcache-"))["data"]["config.yaml"]
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    return load_settings(model, path, environment(container)), container
+    return load_settings(model, path, environment(rendering, container)), container
 
 
 @pytest.mark.parametrize("case", ["models", "no-auth", "existing-secrets"])

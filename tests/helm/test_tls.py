@@ -1,0 +1,191 @@
+"""TLS on all ports: each service finds its files, names its peers by encrypted URLs, and certificates name what is called."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from lmcache_servicekit.tier_settings import TierSettings
+
+from tests.helm.test_settings import MODELS, settings_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MODEL: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}]}
+PLAIN: Manifest = MODEL
+TLS: Manifest = MODEL | {"tls.enabled": True, "tls.existingSecret": "certificates"}
+MUTUAL: Manifest = TLS | {"tls.mutual": True}
+ISSUED: Manifest = MODEL | {"tls.enabled": True, "tls.certManager.enabled": True, "tls.certManager.issuerRef.name": "house"}
+REDIS: Manifest = MODEL | {
+    "redis.enabled": False,
+    "externalRedis": {
+        "url": "rediss-sentinel://:password@one:26379,two:26379/index",
+        "tls": {"existingSecret": "redis-files", "clientCertificate": True},
+    },
+}
+KINDS = {"plain": PLAIN, "tls": TLS, "mutual": MUTUAL, "issued": ISSUED}
+CA = "/run/secrets/tls/ca.crt"
+
+
+def files_in(rendering: Rendering, container: Manifest) -> set[str]:
+    """Paths of the files of Secrets that a container sees."""
+    pod = next(pod for _, pod in rendering.pods() if container in [*pod.get("initContainers", []), *pod["containers"]])
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    found = set()
+    for mount in container["volumeMounts"]:
+        volume = volumes.get(mount["name"], {})
+        sources = [volume.get("secret", {}), *(source["secret"] for source in volume.get("projected", {}).get("sources", []))]
+        found |= {f"{mount['mountPath']}/{item['path']}" for source in sources for item in source.get("items", [])}
+    return found
+
+
+@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_services_find_each_file_that_they_are_told_of_and_no_other(chart: Chart, kind: str, service: str, tmp_path: Path) -> None:
+    rendering = chart.render(KINDS[kind])
+    settings, container = settings_of(rendering, service, tmp_path)
+    told = {str(value) for name, value in settings if name.endswith("_file") and value is not None}
+    seen = files_in(rendering, container)
+    assert told <= seen
+    by_url = {CA} if service == "broker" and kind in ("tls", "issued", "mutual") else set()
+    assert seen - told - by_url <= ({"/run/secrets/tls/ca.crt"} if service in ("lookup", "broker") else set())
+
+
+def test_the_lookup_finds_the_files_for_a_redis_of_your_own(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render(REDIS)
+    settings, container = settings_of(rendering, "lookup", tmp_path)
+    told = {str(value) for name, value in settings if name.startswith("redis_tls_")}
+    assert told == {f"/run/secrets/redis-tls/{name}" for name in ("ca.crt", "tls.crt", "tls.key")}
+    assert told <= files_in(rendering, container)
+
+
+@pytest.mark.parametrize("service", sorted(MODELS))
+def test_what_is_served_is_encrypted(chart: Chart, service: str, tmp_path: Path) -> None:
+    for kind in ("tls", "issued", "mutual"):
+        settings, _ = settings_of(chart.render(KINDS[kind]), service, tmp_path)
+        assert str(settings.tls_cert_file) == "/run/secrets/tls/tls.crt"
+        assert settings.allow_plaintext is False
+        assert (settings.tls_client_ca_file is not None) == (kind == "mutual")
+
+
+@pytest.mark.parametrize("service", ["storage", "sidecar"])
+def test_callers_encrypt_and_know_whom_they_call(chart: Chart, service: str, tmp_path: Path) -> None:
+    settings, _ = settings_of(chart.render(MUTUAL), service, tmp_path)
+    assert isinstance(settings, TierSettings)
+    assert str(settings.tls_ca_file) == CA
+    assert str(settings.tls_client_cert_file) == "/run/secrets/tls/tls.crt"
+    assert settings.tls_peer_name == "cache-lmcache.inference.svc"
+    urls = {name: value for name, value in settings if name.endswith("_url") and value is not None}
+    assert len(urls) >= 4
+    assert all(url.startswith(("https://", "lm+tls://")) for url in urls.values()), urls
+    without, _ = settings_of(chart.render(TLS), service, tmp_path)
+    assert isinstance(without, TierSettings)
+    assert without.tls_client_cert_file is None
+
+
+@pytest.mark.parametrize(("kind", "port", "scheme"), [("plain", "http", None), ("tls", "http", "HTTPS"), ("mutual", "health", None)])
+def test_kubelets_reach_the_probes(chart: Chart, kind: str, port: str, scheme: str | None, tmp_path: Path) -> None:
+    rendering = chart.render(KINDS[kind])
+    for service in ("storage", "lookup", "broker"):
+        settings, container = settings_of(rendering, service, tmp_path)
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        assert ("health" in ports) == (kind == "mutual")
+        assert settings.health_port == ports.get("health")
+        for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probed = container[name]["httpGet"]
+            assert (probed["port"], probed.get("scheme")) == (port, scheme)
+            assert probed["port"] in ports
+
+
+def test_metrics_are_scraped_where_they_are(chart: Chart) -> None:
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    rendering = chart.render(MUTUAL | {"networkPolicy.metricsFrom": monitoring})
+    for policy in rendering.of_kind("NetworkPolicy"):
+        ports = {port["port"] for rule in policy["spec"]["ingress"] if rule["from"] == monitoring for port in rule["ports"]}
+        assert ports <= {8084, 8000}
+        assert (8084 in ports) == (not policy["metadata"]["name"].endswith("-redis"))
+
+
+def test_the_bundled_redis_is_encrypted(chart: Chart) -> None:
+    rendering = chart.render(MUTUAL)
+    config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+    assert {"port 0", "tls-port 6379", "tls-auth-clients yes"} <= set(config)
+    assert "tls-auth-clients no" in chart.render(TLS).get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+    assert "rediss://:$(REDIS_PASSWORD)@" in rendering.text
+    assert "redis://:$(REDIS_PASSWORD)@" not in rendering.text
+    container = next(container for name, container in rendering.containers() if name.endswith("/redis"))
+    named = {line.partition(" ")[2] for line in config if line.startswith("tls-") and "-file" in line}
+    assert named <= files_in(rendering, container)
+    ping = container["livenessProbe"]["exec"]["command"][2]
+    assert f"--cacert {CA}" in ping
+    assert "--tls" not in str(chart.render(PLAIN).text)
+
+
+def test_a_component_may_have_a_certificate_of_its_own(chart: Chart) -> None:
+    values = TLS | {"tls.existingSecrets.sidecar": "of-sidecars", "tls.existingCaSecret": "house"}
+    rendering = chart.render(values)
+    volumes = {
+        name.removeprefix("cache-lmcache-"): next(one for one in pod["volumes"] if one["name"] == "tls") for name, pod in rendering.pods()
+    }
+    secrets = {name: [source["secret"]["name"] for source in volume["projected"]["sources"]] for name, volume in volumes.items()}
+    assert secrets.pop("vllm-tiny") == ["of-sidecars", "house"]
+    assert all(names == ["certificates", "house"] for names in secrets.values())
+    own = volumes["storage"]["projected"]["sources"]
+    assert [[item["key"] for item in source["secret"]["items"]] for source in own] == [["tls.crt", "tls.key"], ["ca.crt"]]
+
+
+def test_issued_certificates_name_what_is_called(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render(ISSUED)
+    certificates = {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"] for one in rendering.of_kind("Certificate")}
+    assert set(certificates) == {"storage", "lookup", "broker", "redis", "vllm"}
+    for service in ("sidecar", "storage"):
+        settings, _ = settings_of(rendering, service, tmp_path)
+        assert isinstance(settings, TierSettings)
+        assert settings.tls_peer_name in certificates["vllm"]["dnsNames"]
+        assert settings.tls_peer_name in certificates["storage"]["dnsNames"]
+        for name in ("lookup", "broker"):
+            host = str(getattr(settings, f"{name}_url")).split("/")[2].partition(":")[0]
+            assert host in certificates[name]["dnsNames"]
+    assert "cache-lmcache-redis.inference.svc" in certificates["redis"]["dnsNames"]
+    mounted = {
+        source["secret"]["name"]
+        for _, pod in rendering.pods()
+        for volume in pod["volumes"]
+        if volume["name"] == "tls"
+        for source in volume["projected"]["sources"]
+    }
+    assert mounted == {spec["secretName"] for spec in certificates.values()}
+
+
+def test_certificates_are_for_servers_and_clients(chart: Chart) -> None:
+    known = {"secretName", "duration", "renewBefore", "issuerRef", "privateKey", "usages", "dnsNames"}
+    for one in chart.render(ISSUED).of_kind("Certificate"):
+        assert one["apiVersion"] == "cert-manager.io/v1"
+        spec = one["spec"]
+        assert set(spec) == known
+        assert spec["issuerRef"] == {"name": "house", "kind": "Issuer", "group": "cert-manager.io"}
+        assert {"server auth", "client auth"} <= set(spec["usages"])
+        assert spec["privateKey"]["rotationPolicy"] == "Always"
+
+
+def test_secret_files_do_not_rely_on_who_owns_them(chart: Chart) -> None:
+    """Whether fsGroup reaches a volume depends on the cluster: whoever runs the container reads the files in any case."""
+    for _, pod in chart.render(MUTUAL).pods():
+        for volume in pod["volumes"]:
+            source = volume.get("secret") or volume.get("projected")
+            assert source is None or source["defaultMode"] == 0o444, volume["name"]
+
+
+def test_keys_stay_where_they_are_used(chart: Chart) -> None:
+    """vLLM's container sees no certificate of the sidecar's, and settings files hold paths, no secrets."""
+    rendering = chart.render(MUTUAL)
+    vllm = next(container for name, container in rendering.containers() if name.endswith("/vllm"))
+    assert files_in(rendering, vllm) == set()
+    for one in rendering.of_kind("ConfigMap"):
+        for value in yaml.safe_load(one["data"].get("config.yaml", "{}")).items():
+            assert value[0] != "tls_key_file" or PurePosixPath(value[1]).is_relative_to("/run/secrets")
