@@ -118,6 +118,59 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
     assert (sidecar.eviction_policy, sidecar.memory_limits) == ("lru", TierLimits(60))
 
 
+def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path) -> None:
+    values = {
+        "lookup.config": {"workers": 3, "rate_limit_per_tenant": 500},
+        "broker.config.rate_limit_per_tenant": 0.5,
+        "storage.config": {"hand_over_on_stop": False, "rebalance": False, "drain_timeout_s": 12.5},
+        "sidecar.config.drain_timeout_s": 7,
+        "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+    }
+    settings = {service: settings_of(chart.render(values), service, tmp_path)[0].model_dump() for service in MODELS}
+    assert (settings["lookup"]["workers"], settings["lookup"]["rate_limit_per_tenant"]) == (3, 500)
+    assert settings["broker"]["rate_limit_per_tenant"] == 0.5
+    storage = settings["storage"]
+    assert (storage["hand_over_on_stop"], storage["rebalance"], storage["drain_timeout_s"]) == (False, False, 12.5)
+    assert settings["sidecar"]["drain_timeout_s"] == 7
+    assert storage["replicas_url"] == settings["sidecar"]["remote_url"], "one tier, by one name"
+
+
+def test_brokers_agree_through_the_redis_of_lookup(chart: Chart, tmp_path: Path) -> None:
+    for values in ({}, {"redis.enabled": False, "externalRedis.url": "redis-cluster://:password@one:6379,two:6379"}):
+        rendering = chart.render(values)
+        urls = [settings_of(rendering, service, tmp_path)[0].model_dump()["redis_url"] for service in ("lookup", "broker")]
+        assert urls[0] == urls[1] is not None
+        assert urls[0].get_secret_value().startswith("redis-cluster://" if values else "redis://")
+
+
+def test_the_broker_follows_the_sidecars(chart: Chart, tmp_path: Path) -> None:
+    rendering = chart.render({"auth.tenant": "team-a"})
+    settings = settings_of(rendering, "broker", tmp_path)[0].model_dump()
+    assert settings["discovery"] == "kubernetes"
+    service = rendering.get("Service", settings["kubernetes_service"].removeprefix("cache-lmcache-"))
+    assert service["metadata"]["namespace"] == settings["kubernetes_namespace"]
+    assert settings["kubernetes_port_name"] in {port["name"] for port in service["spec"]["ports"]}
+    assert settings["discovery_tenant"] == "team-a"
+    alone = settings_of(chart.render({"broker.discovery.enabled": False}), "broker", tmp_path)[0].model_dump()
+    assert alone["discovery"] == "registration"
+
+
+@pytest.mark.parametrize("has_auth", [True, False])
+def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(chart: Chart, tmp_path: Path, has_auth: bool) -> None:
+    compat = {"enabled": True, "clientsFrom": [{"podSelector": {}}], "dialect": "v0.2", "maxConnections": 7}
+    rendering = chart.render({"storage.compat": compat, "auth.enabled": has_auth})
+    settings, container = settings_of(rendering, "storage", tmp_path)
+    dumped = settings.model_dump()
+    given = {name.removeprefix("lmcache_compat_"): value for name, value in dumped.items() if name.startswith("lmcache_compat_")}
+    assert given == {"port": 65434, "host": "0.0.0.0", "dialect": "v0.2", "tenant": "lmcache", "max_connections": 7}
+    assert (settings.auth_tokens_file is not None) == has_auth, "what that port lets in says nothing of the others"
+    assert {"name": "compat", "containerPort": 65434} in container["ports"]
+    services = {one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]} for one in rendering.of_kind("Service")}
+    assert [name for name, ports in services.items() if "compat" in ports] == ["cache-lmcache-storage-headless"]
+    off, _ = settings_of(chart.render(), "storage", tmp_path)
+    assert off.model_dump()["lmcache_compat_port"] is None
+
+
 def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(chart: Chart, tmp_path: Path) -> None:
     model = {"name": "tiny", "model": "example/tiny-llama"}
     encoded = {"disk_gb": 1, "disk_serde": "lossless", "remote_serde": "cachegen", "peer_serde": "cachegen:high"}
