@@ -111,6 +111,13 @@ def test_metrics_are_scraped_where_they_are(chart: Chart) -> None:
         assert (8084 in ports) == (not policy["metadata"]["name"].endswith("-redis"))
 
 
+@pytest.mark.parametrize("kind", ["plain", "tls"])
+def test_the_broker_sees_sidecars_by_the_url_that_they_announce(chart: Chart, kind: str, tmp_path: Path) -> None:
+    broker = settings_of(chart.render(KINDS[kind]), "broker", tmp_path)[0].model_dump()
+    sidecar = settings_of(chart.render(KINDS[kind]), "sidecar", tmp_path)[0].model_dump()
+    assert broker["kubernetes_tls"] == sidecar["distributed_url"].startswith("lm+tls://") == (kind == "tls")
+
+
 def test_the_bundled_redis_is_encrypted(chart: Chart) -> None:
     rendering = chart.render(MUTUAL)
     config = rendering.get("ConfigMap", "redis")["data"]["redis.conf"].splitlines()

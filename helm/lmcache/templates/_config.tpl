@@ -70,6 +70,7 @@ discovery: kubernetes
 discovery_tenant: {{ ternary .root.Values.auth.tenant "default" .root.Values.auth.enabled | quote }}
 kubernetes_service: {{ include "lmcache.sidecarsName" . }}
 kubernetes_namespace: {{ .root.Release.Namespace }}
+kubernetes_tls: {{ .root.Values.tls.enabled }}
 {{- end }}
 {{- if .root.Values.broker.podDeletionCost.enabled }}
 pod_deletion_cost: true

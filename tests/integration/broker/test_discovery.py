@@ -120,6 +120,18 @@ async def test_one_that_is_not_ready_is_no_peer_and_keeps_its_own_lease(world: W
     assert not peers["a"]["draining"]
 
 
+async def test_pods_that_encrypt_are_who_they_say_they_are(api: KubernetesApi) -> None:
+    await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2")))
+    async with following(api, kubernetes_tls=True) as world:
+        peers = await world.until_ids("a", "b")
+        assert peers["b"]["distributed_url"] == "lm+tls://10.0.0.2:65433"
+        await world.register("a", "10.0.0.1", distributed_url="lm+tls://10.0.0.1:65433")
+        await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1", ready=False, terminating=True)))
+        await world.until(lambda found: found["a"]["draining"] and found["a"]["incarnation"] == 5)
+        await api.put(endpoint_slice("s1"))
+        await world.until_ids()
+
+
 async def test_a_peer_of_the_same_name_elsewhere_is_left_alone(world: World) -> None:
     await world.register("b", "192.168.7.7")
     await world.api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))

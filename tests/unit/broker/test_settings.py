@@ -35,6 +35,7 @@ def test_options_and_defaults() -> None:
         "kubernetes_namespace": None,
         "kubernetes_port_name": "lm",
         "kubernetes_port": 65433,
+        "kubernetes_tls": False,
         "kubernetes_api_url": None,
         "kubernetes_token_file": None,
         "kubernetes_ca_file": None,

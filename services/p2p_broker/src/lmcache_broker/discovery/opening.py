@@ -81,6 +81,7 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
         settings.kubernetes_api_url,
         settings.kubernetes_token_file,
         settings.kubernetes_ca_file,
+        settings.kubernetes_tls,
     )
     return Discovering(discovery, EndpointWatch(options, discovery.see))
 

@@ -48,6 +48,7 @@ class DiscoverySettings(ServiceSettings):
         kubernetes_namespace: Its namespace; None: that of this pod.
         kubernetes_port_name: Its port for lm://.
         kubernetes_port: The same, where the service does not name it.
+        kubernetes_tls: Whether they encrypt what they serve there, as `lm+tls://`.
         kubernetes_api_url: Instead of the API that this pod's cluster has.
         kubernetes_token_file: Token for `kubernetes_api_url`.
         kubernetes_ca_file: Who signed its certificate.
@@ -60,6 +61,7 @@ class DiscoverySettings(ServiceSettings):
     kubernetes_namespace: _ClusterName | None = None
     kubernetes_port_name: str = Field(default="lm", min_length=1, max_length=15)
     kubernetes_port: int = Field(default=65_433, ge=1, le=65_535)
+    kubernetes_tls: bool = False
     kubernetes_api_url: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
     kubernetes_token_file: Path | None = None
     kubernetes_ca_file: Path | None = None

@@ -20,11 +20,13 @@ class SliceTable:
     Args:
         port: Of lm://, where a slice names no port called `port_name`.
         port_name: The slice's port to take.
+        is_encrypted: Whether what is served there is lm+tls://.
     """
 
-    def __init__(self, port: int, port_name: str) -> None:
+    def __init__(self, port: int, port_name: str, is_encrypted: bool = False) -> None:
         self._port = port
         self._port_name = port_name
+        self._scheme = "lm+tls" if is_encrypted else "lm"
         self._slices: dict[str, Mapping[str, Any]] = {}
 
     def replace(self, items: list[Mapping[str, Any]]) -> None:
@@ -59,7 +61,7 @@ class SliceTable:
                 continue
             is_leaving = conditions.get("terminating") is True
             try:
-                url = _url(str(addresses[0]), int(port))
+                url = _url(self._scheme, str(addresses[0]), int(port))
                 instance = validate_instance_id(str(target.get("name", "")))
             except ValueError:
                 continue
@@ -77,8 +79,8 @@ def _name_of(item: Mapping[str, Any]) -> str:
     return str((item.get("metadata") or {}).get("name") or "")
 
 
-def _url(address: str, port: int) -> str:
+def _url(scheme: str, address: str, port: int) -> str:
     host = f"[{address}]" if isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address) else address
-    url = f"lm://{host}:{port}"
+    url = f"{scheme}://{host}:{port}"
     parse_distributed_url(url)
     return url

@@ -56,6 +56,7 @@ class ClusterOptions:
         api_url: Instead of what a pod is told by its cluster.
         token_file: Token for `api_url`; read again at each list and watch.
         ca_file: Who signed the certificate of `api_url`.
+        is_encrypted: Whether peers serve lm:// over TLS.
     """
 
     service: str
@@ -65,6 +66,7 @@ class ClusterOptions:
     api_url: str | None = None
     token_file: Path | None = None
     ca_file: Path | None = None
+    is_encrypted: bool = False
 
 
 class EndpointWatch:
@@ -84,7 +86,7 @@ class EndpointWatch:
         self._options = options
         self._on_seen = on_seen
         self._silence_s = silence_s
-        self._table = SliceTable(options.port, options.port_name)
+        self._table = SliceTable(options.port, options.port_name, options.is_encrypted)
         self._backoff = Backoff(RETRY_S, MAX_RETRY_S, time.monotonic)
         self._api: Any = None
         self._client: Any = None
