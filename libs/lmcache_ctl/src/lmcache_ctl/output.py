@@ -64,7 +64,7 @@ def print_text(text: str) -> None:
     Console(highlight=False, markup=False).print(text)
 
 
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, prose: bool = False) -> None:
     """Print a table.
 
     Args:
@@ -72,10 +72,13 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         headings: One for each column.
         rows: Their cells; nothing in them is markup.
         left: So many columns are flush left, the others, numbers, flush right.
+        prose: Whether the last column holds sentences: flush left, and as many lines as they need.
     """
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right", no_wrap=number < left, overflow="fold")
+        is_prose = prose and number == len(headings) - 1
+        is_left = number < left or is_prose
+        table.add_column(heading, justify="left" if is_left else "right", no_wrap=number < left and not is_prose, overflow="fold")
     for row in rows:
         table.add_row(*(cell.replace("[", r"\[") for cell in row))
     Console(highlight=False).print(table)

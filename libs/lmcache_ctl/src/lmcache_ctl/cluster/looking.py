@@ -16,6 +16,8 @@ from lmcache_ctl.cluster.states import Check, Drain, Link, ServiceState, State, 
 from lmcache_ctl.errors import CtlError
 
 HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
+HALF_A_SECOND: Final = 0.5
+"""What a service says of its clock is cut to whole seconds."""
 PATHS: Final = {
     Kind.LOOKUP: ("/v1/stats", "/v1/instances"),
     Kind.BROKER: ("/v1/stats", "/v1/peers"),
@@ -58,7 +60,7 @@ async def _look(caller: Caller) -> ServiceState:
             state,
             version,
             round(ready.seconds * 1000, 1),
-            None if ready.clock_s is None else round(ready.clock_s - asked_at, 1),
+            None if ready.clock_s is None else round(ready.clock_s + HALF_A_SECOND - asked_at, 1),
             problem or _first_failed(checks, state),
             checks,
             _tiers(told.get("tiers") or {}),

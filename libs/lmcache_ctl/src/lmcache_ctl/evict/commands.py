@@ -65,7 +65,7 @@ def _confirm(question: str) -> None:
 
 def _print(found: Sequence[Any]) -> None:
     rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
-    print_table("", ("service", "name", "done"), rows, left=3)
+    print_table("", ("service", "name", "done"), rows, left=3, prose=True)
 
 
 def _done(result: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ SHOWN_DIGITS = 16
 def print_pins(found: Sequence[Outcome]) -> None:
     """What each service keeps, what it does not, and why."""
     rows = [(str(one.kind), one.name, one.problem or _done(one)) for one in found]
-    print_table("", ("service", "name", "pins"), rows, left=3)
+    print_table("", ("service", "name", "pins"), rows, left=3, prose=True)
     kept = [
         (
             one.name,

@@ -16,7 +16,7 @@ def print_overview(found: Overview) -> None:
         (str(one.kind), one.name, str(one.state), one.version or UNKNOWN, _latency(one), share_text(one.traffic.hit_ratio), _facts(one))
         for one in found.services
     ]
-    print_table("", ("service", "name", "state", "version", "answers in", "hits", "more"), rows, left=4)
+    print_table("", ("service", "name", "state", "version", "answers in", "hits", "more"), rows, left=4, prose=True)
     tiers = [
         (str(one.kind), one.name, tier.name, str(tier.num_chunks), size_text(tier.used_bytes), size_text(tier.capacity_bytes))
         for one in found.services

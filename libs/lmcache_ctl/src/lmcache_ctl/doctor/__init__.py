@@ -1,0 +1,1 @@
+"""`lmcachectl doctor`: what is wrong with services, their configuration, this machine and the cluster, and how to mend it."""

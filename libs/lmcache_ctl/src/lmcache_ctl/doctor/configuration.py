@@ -1,0 +1,143 @@
+"""Settings files: each is read by the model of the service that will read it."""
+
+from __future__ import annotations
+
+import importlib
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lmcache_core.errors import ConfigError, LMCacheError
+
+from lmcache_ctl.doctor.findings import Finding, Level
+from lmcache_ctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from lmcache_servicekit.settings import ServiceSettings
+
+CHECK: Final = "configuration"
+ENGINE: Final = "engine"
+MODELS: Final = MappingProxyType(
+    {
+        "lookup": ("lmcache_lookup.settings", "LookupSettings", "lmcache-lookup"),
+        "broker": ("lmcache_broker.settings", "BrokerSettings", "lmcache-broker"),
+        "storage": ("lmcache_storage.settings", "StorageSettings", "lmcache-storage"),
+        "sidecar": ("lmcache_sidecar.settings", "SidecarSettings", "lmcache-sidecar"),
+        "webhook": ("lmcache_webhook.settings", "WebhookSettings", "lmcache-webhook"),
+    }
+)
+"""Module and name of each service's model, and the package that brings it."""
+SECRET_FILES: Final = ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "tls_key_file", "tls_client_key_file")
+PLAIN_FILES: Final = ("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file", "redis_tls_ca_file")
+
+
+class ConfigFile(NamedTuple):
+    """What a person wrote as `KIND=FILE`."""
+
+    kind: str
+    path: Path
+
+
+class Loaded(NamedTuple):
+    """A settings file that is good."""
+
+    file: ConfigFile
+    settings: ServiceSettings
+
+
+def parse_config_file(text: str) -> ConfigFile:
+    """Read `KIND=FILE`.
+
+    Raises:
+        UsageError: It is not that.
+    """
+    kind, separator, path = text.partition("=")
+    if not separator or not path or kind not in (*MODELS, ENGINE):
+        raise UsageError(f"{text!r}: write KIND=FILE, KIND one of {', '.join((*MODELS, ENGINE))}")
+    return ConfigFile(kind, Path(path))
+
+
+def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded]]:
+    """What is wrong with them, and those that are good. Variables of the environment count as they do for the service."""
+    findings: list[Finding] = []
+    loaded: list[Loaded] = []
+    for file in files:
+        where = f"{file.kind} {file.path}"
+        try:
+            settings = _load(file)
+        except ModuleNotFoundError as exc:
+            package = MODELS[file.kind][2]
+            findings.append(
+                Finding(
+                    Level.WARNING,
+                    CHECK,
+                    where,
+                    f"not checked: {exc.name} is not installed here",
+                    f"pip install {package}, or check it in its image",
+                )
+            )
+            continue
+        except LMCacheError as exc:
+            findings += [
+                Finding(Level.ERROR, CHECK, where, line, "correct it; the service ends with code 2 on it") for line in str(exc).splitlines()
+            ]
+            continue
+        findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
+        if settings is not None:
+            findings += _files_of(where, settings)
+            loaded.append(Loaded(file, settings))
+    return findings, loaded
+
+
+def _load(file: ConfigFile) -> ServiceSettings | None:
+    if file.kind == ENGINE:
+        from lmcache_core.config import LMCacheEngineConfig
+
+        LMCacheEngineConfig.from_file(str(file.path))
+        return None
+    from lmcache_servicekit.settings import load_settings
+
+    module, name, _ = MODELS[file.kind]
+    model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
+    return load_settings(model, file.path)
+
+
+def _files_of(where: str, settings: Any) -> Iterator[Finding]:
+    """What the settings name: can it be read, by whom, and is it what it should be."""
+    for option in (*SECRET_FILES, *PLAIN_FILES):
+        path: Path | None = getattr(settings, option, None)
+        if path is None:
+            continue
+        try:
+            _read_as_the_service(option, path)
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except (OSError, LMCacheError, ValueError) as exc:
+            reason = getattr(exc, "strerror", None) or exc
+            yield Finding(Level.ERROR, "files", where, f"{option} {path}: {reason}", "mount or write it where the settings say")
+            continue
+        if option in SECRET_FILES and mode & stat.S_IROTH:
+            yield Finding(Level.WARNING, "files", where, f"{option} {path} can be read by everybody ({mode:04o})", f"chmod o-r {path}")
+        else:
+            yield Finding(Level.OK, "files", where, f"{option} {path}")
+    if settings.auth_tokens_file is None and settings.allow_anonymous:
+        fix = "set auth_tokens_file, unless a NetworkPolicy is all the protection that is wanted"
+        yield Finding(Level.WARNING, "security", where, "anybody who reaches it may call it (allow_anonymous)", fix)
+    if settings.allow_plaintext and settings.tls_cert_file is None:
+        fix = "set tls_cert_file, unless the network encrypts by itself"
+        yield Finding(Level.NOTE, "security", where, "tokens and chunks cross the network unencrypted (allow_plaintext)", fix)
+
+
+def _read_as_the_service(option: str, path: Path) -> None:
+    """Raises what the service would."""
+    from lmcache_core.security import TicketKeyFile, TokenFile, TokenTable
+
+    if option == "auth_tokens_file":
+        TokenTable.from_file(path)
+    elif option == "service_token_file":
+        TokenFile(path, option)
+    elif option == "ticket_keys_file":
+        TicketKeyFile(path)
+    elif not path.read_bytes():
+        raise ConfigError("it is empty")

@@ -1,0 +1,216 @@
+"""`lmcachectl doctor` finds what is wrong with real services, files, Redis servers and a namespace, and says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.redis_server import free_port, redis_executable, running_redis
+from tests.fixtures.service_process import running_service
+from tests.fixtures.tls import Authority, replace
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
+    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
+    return [(one["level"], one["where"], one["what"]) for one in found["findings"] if one["check"] == check and one["level"] != "ok"]
+
+
+def write(path: Path, **settings: Any) -> Path:
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_cluster_that_is_well(cluster: SmallCluster) -> None:
+    ctl = cluster.ctl()
+    found = ctl.json("doctor")
+    assert (found["num_errors"], found["num_warnings"]) == (0, 0)
+    checks = {one["check"] for one in found["findings"]}
+    assert {"reachable", "ready", "token", "versions", "clock", "peers"} <= checks
+    text = ctl.text("doctor", "--strict")
+    assert "0 errors, 0 warnings." in text
+    assert "reachable (5)" in text
+
+
+def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
+    pid = cluster.services["storage-1"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = cluster.ctl("wrong-token").json("doctor", "--timeout", "2", code=1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    [(level, where, what)] = wrong(found, "reachable")
+    assert (level, where.split()[0]) == ("error", "storage")
+    assert "no answer within 2 s" in what
+    assert [level for level, _, _ in wrong(found, "token")] == ["error"] * 4
+    fixes = {one["fix"] for one in found["findings"] if one["check"] == "token"}
+    assert "give a token of its auth_tokens_file by --token-file" in fixes
+
+
+@pytest.mark.parametrize(("version", "level"), [("0.0.9", "warning"), ("0.3.0", "error")])
+def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path, version: str, level: str) -> None:
+    """The interpreter finds this description of the package first: the service takes itself for that version."""
+    described = tmp_path / f"lmcache_lookup-{version}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lmcache-lookup\nVersion: {version}\n")
+    environ = {"LMCACHE_LOOKUP_PORT": "0", "PYTHONPATH": str(tmp_path), "LMCACHE_LOOKUP_INSTANCE_ID": "older"}
+    with running_service("lmcache_lookup", tmp_path, environ) as other:
+        ctl = cluster.ctl()
+        ctl.options.append(f"--lookup-url={other.url}")
+        found = ctl.json("doctor", code=1 if level == "error" else 0)
+        assert f"{version} (1x)" in ctl.text("status")
+        assert "finish the upgrade" in ctl.text("doctor", "--strict", code=1) or level == "error"
+    [(seen, _, what)] = wrong(found, "versions")
+    assert seen == level
+    assert f"{version}: lookup" in what
+
+
+def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp_path: Path) -> None:
+    misspelt = write(tmp_path / "lookup.yaml", redis_ulr="redis://h", workers=2)
+    contradictory = write(tmp_path / "broker.yaml", host="0.0.0.0")
+    (tmp_path / "service-token").write_text("a-token-0123456789")
+    (tmp_path / "service-token").chmod(0o644)
+    sidecar = write(
+        tmp_path / "sidecar.yaml",
+        arena_path=str(tmp_path / "arena"),
+        arena_gb=60000.0,
+        socket_path="/" + "x" * 120,
+        service_token_file=str(tmp_path / "service-token"),
+        auth_tokens_file="/nowhere/tokens.yaml",
+    )
+    storage = write(tmp_path / "storage.yaml", memory_gb=60000, disk_path=str(tmp_path / "disk"), disk_gb=1000000)
+    engine = write(tmp_path / "engine.yaml", chunk_size=256, local_cpu=True)
+    kinds = {"lookup": misspelt, "broker": contradictory, "sidecar": sidecar, "storage": storage, "engine": engine}
+    options = [part for kind, path in kinds.items() for part in ("--check-config", f"{kind}={path}")]
+    found = Ctl().json("doctor", *options, code=1)
+    configuration = {where.split()[0]: what for _, where, what in wrong(found, "configuration")}
+    assert configuration["lookup"].startswith("redis_ulr: unknown option")
+    assert "did you mean 'redis_url'" in configuration["lookup"]
+    assert "auth_tokens_file is not set" in configuration["broker"]
+    assert "engine" not in configuration
+    assert any("can be read by everybody (0644)" in what for _, _, what in wrong(found, "files"))
+    assert any("auth_tokens_file /nowhere/tokens.yaml" in what for level, _, what in wrong(found, "files") if level == "error")
+    assert any("arena_gb wants 58.6 TiB" in what for _, _, what in wrong(found, "shared memory"))
+    assert "socket_path has 121 bytes" in wrong(found, "socket")[0][2]
+    assert "disk_gb wants" in wrong(found, "disk")[0][2]
+    assert "memory_gb wants" in wrong(found, "memory")[0][2]
+    assert wrong(found, "reachable") == [], "with files alone no service is asked"
+    assert "write KIND=FILE" in Ctl().text("doctor", "--check-config", "sidecars=x", code=2)
+
+
+def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
+    arguments = ("--requirepass", "a-pass-0123", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "yes")
+    with running_redis_with_password(tmp_path, *arguments) as port:
+        config = write(tmp_path / "lookup.yaml", redis_url=f"redis://:a-pass-0123@127.0.0.1:{port}/0")
+        text = Ctl().text("doctor", "--check-config", f"lookup={config}", code=1)
+    assert "maxmemory-policy is allkeys-lru" in text
+    assert "CONFIG SET maxmemory-policy noeviction" in text
+    assert "it writes every change to a disk (appendonly)" in text
+    assert "a-pass" not in text
+    with running_redis("--maxmemory", "100mb") as server:
+        config = write(tmp_path / "broker.yaml", redis_url=server.url)
+        assert "0 errors, 0 warnings" in Ctl().text("doctor", "--check-config", f"broker={config}")
+        server.pause()
+        told = Ctl().text("doctor", "--check-config", f"broker={config}", "--timeout", "1", code=1)
+        server.resume()
+    assert f"127.0.0.1:{server.port}: no answer" in told
+
+
+@contextlib.contextmanager
+def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[int]:
+    """In a directory of its own, since it writes one; its port."""
+    port = free_port()
+    command = [redis_executable(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port, password="a-pass-0123", socket_timeout=5) as client:
+            deadline = time.monotonic() + 20
+            while True:
+                with contextlib.suppress(redis.ConnectionError):
+                    client.ping()
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    environ = {"PORT": "0", "TLS_CERT_FILE": str(pair.cert), "TLS_KEY_FILE": str(pair.key)}
+    with running_service("lmcache_lookup", tmp_path, {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()}) as service:
+        url = service.url.replace("http:", "https:")
+        ctl = Ctl([f"--lookup-url={url}", f"--tls={authority.file}"])
+        [certificate] = [one for one in ctl.json("doctor")["findings"] if one["check"] == "certificate"]
+        assert certificate["level"] == "ok"
+        assert certificate["what"].startswith("good for ")
+        soon = authority._ca.issue_cert("127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
+        replace(pair.key, soon.private_key_pem.bytes())
+        replace(pair.cert, soon.cert_chain_pems[0].bytes())
+        time.sleep(1.1)  # the service looks at its files once a second
+        assert "ends in 3.0 days" in ctl.text("doctor", "--strict", code=1)
+        stranger = Authority(tmp_path, "stranger")
+        untrusted = Ctl([f"--lookup-url={url}", f"--tls={stranger.file}"]).json("doctor", code=1)
+    assert "not trusted" in wrong(untrusted, "certificate")[0][2]
+
+
+def test_objects_of_a_release(tmp_path: Path) -> None:
+    with pods_api() as api:
+        well, waiting = pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081), pod("demo-lmcache-storage-0", "storage", 8080)
+        waiting["status"] = {
+            "phase": "Pending",
+            "containerStatuses": [
+                {
+                    "name": "main",
+                    "ready": False,
+                    "restartCount": 7,
+                    "image": "x",
+                    "imageID": "",
+                    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
+                    "lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137}},
+                }
+            ],
+        }
+        del waiting["spec"]["containers"][0]["resources"]
+        api.pods = [well, waiting]
+        labels = well["metadata"]["labels"]
+        owner = {"metadata": {"name": "demo-lmcache-lookup", "labels": labels}, "status": {"readyReplicas": 1}}
+        owner["spec"] = {"replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}}}
+        claim = {
+            "metadata": {"name": "data-demo-lmcache-storage-0", "labels": waiting["metadata"]["labels"]},
+            "status": {"phase": "Pending"},
+        }
+        api.objects = {"deployments": [owner], "persistentvolumeclaims": [claim]}
+        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)})
+        found = ctl.json("doctor", code=1)
+        told = {(where, what) for _, where, what in wrong(found, "kubernetes")}
+        api.token = "changed"
+        refused = ctl.json("doctor", code=1)
+    assert told == {
+        ("pod demo-lmcache-storage-0", "not ready: container main waits: ImagePullBackOff, no such image"),
+        ("pod demo-lmcache-storage-0", "container main has restarted 7 times (the last time: OOMKilled, code 137)"),
+        ("pod demo-lmcache-storage-0", "container main has no CPU request"),
+        ("deployment demo-lmcache-lookup", "1 of 2 replicas are ready"),
+        ("persistentvolumeclaim data-demo-lmcache-storage-0", "its phase is Pending"),
+    }
+    assert "refuses pods in namespace ns (401)" in wrong(refused, "kubernetes")[0][2]

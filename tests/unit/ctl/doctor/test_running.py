@@ -1,0 +1,60 @@
+"""What the states of services say when they are looked at together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.cluster.states import Check, Link, ServiceState, State
+from lmcache_ctl.doctor.findings import Level
+from lmcache_ctl.doctor.running import check_services
+
+
+def state(kind: Kind, name: str, **more: Any) -> ServiceState:
+    known: dict[str, Any] = {"state": State.OK, "version": "0.1.0", "latency_ms": 1.0, "clock_skew_s": 0.0, "facts": {"a": "b"}}
+    return ServiceState(kind, name, f"http://{name}", **(known | more))
+
+
+def wrong(*states: ServiceState) -> list[tuple[Level, str, str]]:
+    return [(one.level, one.check, one.what) for one in check_services(states) if one.level is not Level.OK]
+
+
+def test_nothing_is_wrong() -> None:
+    assert wrong(state(Kind.LOOKUP, "l"), state(Kind.STORAGE, "s", clock_skew_s=1.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "level"),
+    [
+        (("0.1.0", "0.1.3"), Level.WARNING),
+        (("0.1.0", "0.2.0"), Level.WARNING),
+        (("0.1.0", "0.2.0", "0.3.0"), Level.ERROR),
+        (("0.9.0", "1.0.0"), Level.ERROR),
+        (("0.1.0", "unknown"), Level.ERROR),
+    ],
+)
+def test_versions_apart(versions: tuple[str, ...], level: Level) -> None:
+    [(found, check, what)] = wrong(*(state(Kind.STORAGE, f"s{number}", version=version) for number, version in enumerate(versions)))
+    assert (found, check) == (level, "versions")
+    assert all(version in what for version in versions)
+
+
+def test_clocks_apart() -> None:
+    slow, fast = state(Kind.STORAGE, "slow", clock_skew_s=-3.0), state(Kind.STORAGE, "fast", clock_skew_s=4.0)
+    assert wrong(slow, fast) == [(Level.WARNING, "clock", "storage fast is 7 s before storage slow")]
+    assert wrong(state(Kind.STORAGE, "one", clock_skew_s=-300.0)) == [], "this machine's own clock is nobody's matter"
+
+
+def test_a_broker_that_does_not_know_a_sidecar() -> None:
+    link = Link("a", "sidecar", "lm://h:1", "", "", 0.0, False, 0)
+    sidecars = [state(Kind.SIDECAR, name, facts={"registered": "yes"}) for name in "ab"]
+    [(level, check, what)] = wrong(state(Kind.BROKER, "b", links=[link]), *sidecars)
+    assert (level, check, what) == (Level.WARNING, "peers", "does not know b")
+
+
+def test_what_is_not_ready() -> None:
+    redis = [Check("index", False, "no answer within 1 s")]
+    assert wrong(state(Kind.LOOKUP, "l", state=State.UNREADY, checks=redis))[0][:2] == (Level.ERROR, "ready")
+    assert wrong(state(Kind.LOOKUP, "l", state=State.DEGRADED, checks=redis))[0][:2] == (Level.WARNING, "ready")
+    assert wrong(state(Kind.SIDECAR, "s", facts={"registered": "no"}))[0][:2] == (Level.WARNING, "ready")
