@@ -1,38 +1,49 @@
 """The Dockerfiles, step by step without a container engine: the same copies and the same commands, in a folder of their own.
 
 What it cannot show is the base image; what it does show is that the files named exist, that the dependency layer is complete (the
-packages are installed with --no-deps after it), and that the entry point starts without torch.
+packages are installed with --no-deps after it), and that the entry point starts without torch, as the user of the image and, where this
+machine lets us, with everything read-only but one folder.
 
-Not called test_…: four installations take about a minute. `make docker-lint` names this file.
+Not called test_…: the installations take about two minutes. `make docker-lint` names this file.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broker", "sidecar": "sidecar"}
+SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broker", "sidecar": "sidecar", "webhook": "webhook"}
+IMAGES = [*SERVICES, "payload"]
 STEP_TIMEOUT_S = 300
 START_TIMEOUT_S = 60
 VENV = "/opt/lmcache"
-# Services that encode and decode: the machine code for it is compiled when their image is built.
+PAYLOAD = "/payload"
+USER = 10001
+BASE_MB = 130  # python:3.12-slim, unpacked
+MAX_IMAGE_MB = 250
+# Services that encode and decode: the machine code for it is compiled when their image is built, and the compiler is large.
 WITH_CODECS = {"sidecar"}
 # Settings with which a service starts in any folder, beside others.
 SMALL = {
     "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_PATH": "{folder}/disk", "DISK_GB": "0.0625"},
     "sidecar": {"LM_PORT": "0", "ARENA_GB": "0.0625", "ARENA_PATH": "{folder}/arena", "SOCKET_PATH": "{folder}/sidecar.sock"},
+    "webhook": {"SIDECAR_IMAGE": "lmcache-sidecar:0.1.0", "PAYLOAD_IMAGE": "lmcache-payload:0.1.0"},
 }
 
 
@@ -102,8 +113,7 @@ class Build:
                     self._copy(source, target, several=len(sources) > 1)
             else:
                 assert instruction == "RUN", f"{instruction} is not known to this test"
-                command = argument.replace(VENV, f"{self.root}{VENV}")
-                self.shell(["/bin/sh", "-c", command])
+                self.shell(["/bin/sh", "-c", self._below_root(argument)])
 
     def shell(self, command: list[str]) -> str:
         """Run a command in the current folder, with nothing of this environment but PATH."""
@@ -116,7 +126,7 @@ class Build:
     def _copy(self, source: str, target: str, *, several: bool) -> None:
         assert not ignored(source), f".dockerignore keeps {source} out"
         origin = REPOSITORY / source
-        place = self.directory / target
+        place = self.root / target.lstrip("/") if target.startswith("/") else self.directory / target
         if origin.is_dir():
             shutil.copytree(origin, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
             return
@@ -124,54 +134,179 @@ class Build:
         if target.endswith("/"):
             place.mkdir(parents=True, exist_ok=True)
             place = place / origin.name
-        shutil.copyfile(origin, place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(origin, place)
+
+    def _below_root(self, command: str) -> str:
+        """The command with the absolute paths that the Dockerfiles use below our root, but where they are parts of longer ones."""
+        for path in (VENV, PAYLOAD):
+            command = command.replace(f" {path}", f" {self.root}{path}").replace(f'"{path}', f'"{self.root}{path}')
+        return command
 
 
-@pytest.mark.parametrize("service", sorted(SERVICES))
-def test_the_image_is_lean_and_unprivileged(service: str) -> None:
-    stages = parse(REPOSITORY / "docker" / f"{service}.Dockerfile")
+@pytest.fixture
+def house() -> Iterator[Path]:
+    """A folder that the image's user may look into, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="lmcache-image-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@functools.cache
+def can_seal() -> bool:
+    """Whether this machine lets us make mounts and change users."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return False
+    trial = ["unshare", "--mount", "--propagation", "private", "mount", "-o", "remount,bind,ro", "/"]
+    return subprocess.run(trial, capture_output=True, check=False).returncode == 0
+
+
+def sealed(command: list[str], root: Path, folder: Path) -> list[str]:
+    """The command as the image's user, who may write to `folder` and nowhere else.
+
+    Where mounts cannot be made, the command as it is: then it is this user who runs it, in a tree whose permissions let nobody write.
+    """
+    if not can_seal():
+        return command
+    os.chown(folder, USER, USER)
+    at, there = shlex.quote(str(root)), shlex.quote(str(folder))
+    steps = [
+        *uncovered(Path(sys.base_prefix), root / "base"),
+        f"mount --bind {at} {at}",
+        f"mount --bind {there} {there}",
+        f"mount -o remount,bind,ro {at}",
+        "mount -o remount,bind,ro /",
+        f"exec setpriv --reuid {USER} --regid {USER} --clear-groups --no-new-privs --bounding-set=-all {shlex.join(command)}",
+    ]
+    return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", " && ".join(steps)]
+
+
+def uncovered(prefix: Path, aside: Path) -> list[str]:
+    """Steps after which everybody may look into `prefix`: this machine's Python may lie in somebody's home, an image's does not."""
+    closed = [path for path in reversed(prefix.parents) if not path.stat().st_mode & stat.S_IXOTH]
+    if not closed:
+        return []
+    aside.mkdir(exist_ok=True)
+    here, there = shlex.quote(str(prefix)), shlex.quote(str(aside))
+    cover = f"mount -t tmpfs -o mode=755,size=1m none {shlex.quote(str(closed[0]))}"
+    return [f"mount --bind {here} {there}", cover, f"mkdir -p {here}", f"mount --move {there} {here}"]
+
+
+def protect(tree: Path) -> None:
+    """Let nobody write to the tree."""
+    for path in [tree, *tree.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & ~0o222)
+
+
+def megabytes(tree: Path) -> float:
+    return sum(path.lstat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink()) / 1e6
+
+
+def test_every_image_is_tested_and_baked() -> None:
+    names = {path.name.removesuffix(".Dockerfile") for path in (REPOSITORY / "docker").glob("*.Dockerfile")}
+    assert names == set(IMAGES)
+
+
+@pytest.mark.parametrize("image", sorted(IMAGES))
+def test_the_image_is_lean_and_unprivileged(image: str) -> None:
+    stages = parse(REPOSITORY / "docker" / f"{image}.Dockerfile")
     assert len(stages) == 2
     final = stages[-1]
     assert {stage.base for stage in stages} == {"python:3.12-slim"}
-    assert final.all("USER") == ["10001:10001"]
-    assert [json.loads(argument) for argument in final.all("ENTRYPOINT")] == [[f"lmcache-{service}"]]
-    assert final.all("COPY") == [f"--from=build {VENV} {VENV}"]
+    assert final.all("USER") == [f"{USER}:{USER}"]
+    entry_point, tree = (f"{PAYLOAD}/install", PAYLOAD) if image == "payload" else (f"lmcache-{image}", VENV)
+    assert [json.loads(argument) for argument in final.all("ENTRYPOINT")] == [[entry_point]]
+    assert final.all("COPY") == [f"--from=build {tree} {tree}"]
     assert not {"RUN", "ADD", "HEALTHCHECK", "CMD", "SHELL"} & {instruction for instruction, _ in final.steps}
-    assert f"./services/{SERVICES[service]}" in stages[0].all("RUN")[-1]
+    assert "PYTHONDONTWRITEBYTECODE=1" in " ".join(final.all("ENV"))
+    [title] = [argument for argument in final.all("LABEL") if f'image.title="lmcache-{image}"' in argument]
+    assert title.count("org.opencontainers.image.") == 4
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_the_image_installs_and_starts(service: str, tmp_path: Path) -> None:
-    build = Build(tmp_path)
-    build.run(parse(REPOSITORY / "docker" / f"{service}.Dockerfile")[0])
-    binaries = tmp_path / VENV.lstrip("/") / "bin"
+def test_the_image_installs_and_starts(service: str, house: Path) -> None:
+    build = Build(house)
+    stage = parse(REPOSITORY / "docker" / f"{service}.Dockerfile")[0]
+    assert f"./services/{SERVICES[service]}" in stage.all("RUN")[-1]
+    build.run(stage)
+    tree = house / VENV.lstrip("/")
+    binaries = tree / "bin"
     version = build.shell([str(binaries / f"lmcache-{service}"), "--version"])
     assert version.startswith(f"lmcache-{service} 0.1.0")
-    (packages,) = (tmp_path / VENV.lstrip("/") / "lib").glob("python3.*/site-packages")
+    (packages,) = (tree / "lib").glob("python3.*/site-packages")
     names = {one.name.lower().replace("_", "-") for one in importlib.metadata.distributions(path=[str(packages)])}
     assert {"lmcache-core", "lmcache-servicekit", f"lmcache-{service}"} <= names
     assert not {"torch", "triton", "transformers", "pytest", "pip"} & names
     build.shell([sys.executable, "-m", "pip", "--python", str(binaries / "python"), "check"])
     assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == (service in WITH_CODECS), "machine code of the codecs"
-    serve(binaries / f"lmcache-{service}", service, tmp_path)
+    size = BASE_MB + megabytes(tree)
+    print(f"lmcache-{service}: about {size:.0f} MB, of which {BASE_MB} are the base")
+    assert service in WITH_CODECS or size < MAX_IMAGE_MB
+    protect(tree)
+    serve(binaries / f"lmcache-{service}", service, house)
 
 
-def serve(command: Path, service: str, folder: Path) -> None:
+@pytest.mark.timeout(600)
+def test_the_payload_installs_into_a_volume(house: Path) -> None:
+    build = Build(house)
+    build.run(parse(REPOSITORY / "docker" / "payload.Dockerfile")[0])
+    tree, volume = house / PAYLOAD.lstrip("/"), house / "volume"
+    volume.mkdir()
+    size = BASE_MB + megabytes(tree)
+    print(f"lmcache-payload: about {size:.0f} MB, of which {BASE_MB} are the base; {megabytes(tree / 'python'):.1f} MB go into a pod")
+    assert size < MAX_IMAGE_MB
+    assert {path.name for path in tree.iterdir()} == {"install", "python"}
+    assert {path.name for path in (tree / "python/lmcache_core/bundled").iterdir()} == {"cp311", "cp312", "cp313", "cp314"}
+    for folder in (tree / "python/lmcache_core/bundled").iterdir():
+        assert {"msgspec", "xxhash"} <= {path.name for path in folder.iterdir()}
+        assert list(folder.rglob(f"*.cpython-{folder.name.removeprefix('cp')}-*.so")), "built for that Python"
+    protect(tree)
+    # The first line of the script names the image's Python, which need not be where this machine's is.
+    command = [sys.executable, "-I", str(tree / "install"), str(volume)]
+    said = [build.shell(sealed(command, house, volume)) for _ in range(2)]
+    assert said == [f"lmcache-payload: {what} {volume}/python\n" for what in ("copied to", "already in")]
+    names = {path.name for path in (volume / "python").iterdir()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"lmcache_core", "lmcache_kernels", ".stamp"}
+    assert all(stat.S_IMODE(path.stat().st_mode) in (0o755, 0o644) for path in (volume / "python").rglob("*")), "vLLM's user may read it"
+    bare = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(volume / 'python')!r}); {IN_A_BARE_PYTHON}"]
+    assert build.shell(bare).split() == ["True", str(volume / "python/lmcache_core/bundled")]
+
+
+IN_A_BARE_PYTHON = """
+from lmcache_core.integrations.vllm.bundled import append_missing
+is_needed = append_missing()
+import msgspec, xxhash, lmcache_core.record, lmcache_core.sidecar, pathlib
+print(is_needed, pathlib.Path(xxhash.__file__).parents[2])
+""".strip().replace("\n", "; ")
+
+
+def serve(command: Path, service: str, root: Path) -> None:
     """Run the service until it answers, then stop it as Kubernetes does."""
+    folder = root / "writable"
+    folder.mkdir()
     prefix = f"LMCACHE_{service.upper()}_"
     env = {f"{prefix}PORT": "0", **{f"{prefix}{name}": value for name, value in SMALL.get(service, {}).items()}}
     env = {name: value.format(folder=folder) for name, value in env.items()}
+    env |= {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
     ports = folder / "ports.json"
-    log = folder / "log"
+    log = root / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen([command, "--port-file", ports], env=env, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            sealed([str(command), "--port-file", str(ports)], root, folder), env=env, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ports.exists():
             assert process.poll() is None, log.read_text(encoding="utf-8")
             assert time.monotonic() < deadline, f"not listening after {START_TIMEOUT_S} s: {log.read_text(encoding='utf-8')}"
             time.sleep(0.1)
+        if can_seal():
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+            assert f"Uid:\t{USER}\t{USER}" in status
+            assert "CapEff:\t0000000000000000" in status
         port = json.loads(ports.read_text(encoding="utf-8"))["port"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
             assert json.load(answer) == {"status": "ok"}

@@ -12,6 +12,7 @@ How to use it: `docs/vllm.md`.
 | `groups.py`, `identity.py`, `weights.py`, `adapters.py`, `contents.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
 | `events.py`, `stats.py`, `sources.py`, `logs.py` | KV events, figures, where hits came from, log lines |
+| `bundled.py` | packages that come along where vLLM's Python lacks them |
 
 Only `connector.py`, `events.py` and `stats.py` import vLLM, so that the rest can be tested without it.
 """
@@ -21,6 +22,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.integrations.vllm.bundled import append_missing
+
 if TYPE_CHECKING:
     from lmcache_core.integrations.vllm.connector import LMCacheConnector
 
@@ -29,5 +32,6 @@ __all__ = ["LMCacheConnector"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        append_missing()
         return getattr(importlib.import_module(f"{__name__}.connector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

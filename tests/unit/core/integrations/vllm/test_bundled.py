@@ -1,0 +1,84 @@
+"""Packages that come along are found where they are missing, and only there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from lmcache_core.integrations.vllm import bundled
+
+SOURCES = Path(bundled.__file__).parents[3]
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+ASK = """
+import sys, pathlib
+sys.path.append({sources!r})
+from lmcache_core.integrations.vllm.bundled import append_missing
+changed = append_missing(pathlib.Path({folder!r})), append_missing(pathlib.Path({folder!r}))
+import msgspec, xxhash, lmcache_core.record
+print(*changed, pathlib.Path(msgspec.__file__).parent.parent, pathlib.Path(xxhash.__file__).parent.parent)
+"""
+
+
+def pack(folder: Path, *names: str) -> Path:
+    """The packages of this Python, as a payload has them."""
+    place = folder / bundled.python_tag()
+    place.mkdir(parents=True)
+    for name in names:
+        (place / name).symlink_to(PACKAGES / name)
+    return place
+
+
+def ask(folder: Path, *more: Path) -> list[str]:
+    """What an interpreter without site-packages says, but for the folders given."""
+    code = "".join(f"import sys; sys.path.append({str(one)!r})\n" for one in more) + ASK.format(sources=str(SOURCES), folder=str(folder))
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_what_is_missing_is_found(tmp_path: Path) -> None:
+    place = pack(tmp_path, "msgspec", "xxhash")
+    assert ask(tmp_path) == ["True", "False", str(place), str(place)]
+
+
+def test_what_is_there_stays_what_is_imported(tmp_path: Path) -> None:
+    pack(tmp_path / "bundled", "msgspec", "xxhash")
+    theirs = pack(tmp_path / "theirs", "msgspec", "xxhash")
+    assert ask(tmp_path / "bundled", theirs) == ["False", "False", str(theirs), str(theirs)]
+
+
+def test_of_two_one_may_be_theirs(tmp_path: Path) -> None:
+    place = pack(tmp_path / "bundled", "msgspec", "xxhash")
+    theirs = pack(tmp_path / "theirs", "msgspec")
+    assert ask(tmp_path / "bundled", theirs) == ["True", "False", str(theirs), str(place)]
+
+
+def test_nothing_for_this_python_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cp27").mkdir()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        ask(tmp_path)
+    assert "No module named 'msgspec'" in caught.value.stderr
+
+
+def test_here_nothing_is_missing_and_nothing_came_along() -> None:
+    before = list(sys.path)
+    assert not bundled.append_missing()
+    assert sys.path == before
+    assert not bundled.FOLDER.exists()
+
+
+def test_the_connector_asks_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache_core.integrations import vllm
+
+    asked = []
+
+    def append() -> bool:
+        asked.append(True)
+        raise LookupError
+
+    monkeypatch.setattr(vllm, "append_missing", append)
+    with pytest.raises(LookupError):
+        vllm.__getattr__("LMCacheConnector")
+    assert asked
