@@ -31,7 +31,7 @@ class BrokerParts:
         return [CopyView.model_validate(order) for order in orders]
 
 
-def broker_parts(request: Request) -> BrokerParts:
+async def broker_parts(request: Request) -> BrokerParts:
     """The running broker."""
     parts = request.app.state.broker
     assert isinstance(parts, BrokerParts)
