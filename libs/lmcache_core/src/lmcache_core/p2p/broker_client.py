@@ -63,13 +63,15 @@ class BrokerClient:
         """Close the connections."""
         await self._http.close()
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
+    async def register(
+        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+    ) -> Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten everything takes as well.
 
         Args:
             peer: Who announces itself.
             load: 0 (idle) to 1 (full).
-            ttl_ms: The lease asked for; the broker may grant another.
+            ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
             draining: The peer wants no new pulls.
             drain: How far it is on its way to its end.
 

@@ -144,7 +144,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     zone: str
     node: str
     load: float
-    ttl_ms: int
+    ttl_ms: int | None
     draining: bool
     drain: DrainReport | None = None
 
