@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_broker.dependencies import Parts
 from lmcache_broker.peers.page import PAGE_HEADERS, render_page
 from lmcache_broker.peers.schemas import AnnounceBody, LeaseView, PeerIdPath, PeersView, PeerView, StatsView
 from lmcache_broker.peers.service import Census
 
-router = APIRouter(prefix="/v1", tags=["peers"])
-page_router = APIRouter(include_in_schema=False)
+router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
+page_router = APIRouter(include_in_schema=False, route_class=GuardedRoute)
 
 
 @router.put("/peers/{peer_id}", summary="Register a peer, or renew its lease")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from lmcache_servicekit.auth import ClientPrincipal
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_broker.dependencies import Parts
 from lmcache_broker.transfers.schemas import DoneBody, DoneView, TransferBody, TransferView
 
-router = APIRouter(prefix="/v1", tags=["transfers"])
+router = APIRouter(prefix="/v1", tags=["transfers"], route_class=GuardedRoute)
 
 
 @router.post("/transfers", summary="Ask who should serve chunks")
