@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -20,6 +21,9 @@ from tests.fixtures.wire import MemoryStore, RawConnection, connected
 class TakingStore(MemoryStore):
     room = True
     is_staying = True
+
+    def stays(self, key: ChunkKey) -> bool:
+        return self.is_staying
 
     def has_room(self, num_bytes: int) -> bool:
         return self.room
@@ -86,12 +90,14 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
 async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
     """Clients still read it; but what two servers that end have of each other would be lost."""
     store, keys = TakingStore(), [make_key("a", "home")]
-    async with serving(store) as server, giver(server) as ending, giver(server, "client") as reader:
+    async with serving(store) as server, giver(server) as ending, giver(server, "client") as of_one_tenant:
+        reader = LmClient("127.0.0.1", server.port, "client")
         assert await ending.put([chunk_of("a", "home")]) == [True]
-        assert await ending.contains(keys) == await reader.contains(keys) == [True]
+        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == await reader.contains(keys) == [True]
         store.is_staying = False
-        assert await ending.contains(keys) == [False]
+        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == [False]
         assert await reader.contains(keys) == [True]
+        await reader.close()
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])

@@ -33,6 +33,7 @@ from lmcache_storage.handover.door import HandoverDoor
 from lmcache_storage.handover.drain import Drain
 from lmcache_storage.handover.finding import create_members
 from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.leaving import Leaving, StayingStore
 from lmcache_storage.handover.mover import Mover
 from lmcache_storage.handover.neighbours import Neighbours
 from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
@@ -78,7 +79,9 @@ class _Opening:
         gate, counters = Gate(), Counters()
         limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes, admit=self._state.admit)
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
-        store = HandoverDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters, held, stack, gate.is_open)
+        leaving = Leaving()
+        served = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving))
+        store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
         lm_server = LmServer(

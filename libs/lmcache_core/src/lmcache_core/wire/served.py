@@ -50,9 +50,8 @@ class AdaptsToClients(Protocol):
 class TakesHandovers(Protocol):
     """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers with the role `admin`."""
 
-    @property
-    def is_staying(self) -> bool:
-        """Whether it will keep what it has: to a server that ends, what another one that ends has is as good as lost."""
+    def stays(self, key: ChunkKey) -> bool:
+        """Whether it will keep that chunk if it has it: to a server that ends, what another one is about to lose is as good as lost."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a record of that size can be kept without giving up another."""

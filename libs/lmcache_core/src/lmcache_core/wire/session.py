@@ -53,6 +53,7 @@ class Session:
         self._num_underway = 0
         self._intake = Intake(stream)
         self._handovers: TakesHandovers | None = None
+        self._neighbour: TakesHandovers | None = None
         self._tenant: str | None = None
         self._token: str | None = None
         self._check_again_at = math.inf
@@ -118,10 +119,11 @@ class Session:
         return [name for name in dict.fromkeys(capabilities) if name in offered]
 
     def _let_hand_over(self, caller: HasTenant, capabilities: Sequence[str]) -> None:
-        """Take chunks of other tenants from a server that ends, if it may speak for them."""
+        """Tell a server that may end what it can rely on; take chunks of other tenants from it, if it may speak for them."""
         store = self._service.store
-        if HANDOVER in capabilities and isinstance(store, TakesHandovers) and isinstance(caller, HasRole) and caller.role == "admin":
-            self._handovers = store
+        if HANDOVER in capabilities and isinstance(store, TakesHandovers):
+            self._neighbour = store
+            self._handovers = store if isinstance(caller, HasRole) and caller.role == "admin" else None
 
     async def _serve(self) -> None:
         while True:
@@ -201,10 +203,7 @@ class Session:
             case messages.Ping():
                 await self._send(correlation_id, messages.Pong())
             case messages.Contains():
-                present = await store.contains(self._keys(message))
-                if self._handovers is not None and not self._handovers.is_staying:
-                    present = [False] * len(present)
-                await self._send(correlation_id, messages.ContainsOk(present))
+                await self._send(correlation_id, messages.ContainsOk(await self._present(self._keys(message))))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
             case messages.Remove():
@@ -213,6 +212,14 @@ class Session:
                 await self._send(correlation_id, await self._intake.put(correlation_id, store, self._tenant_for(message)))
             case messages.Handover() if self._handovers is not None:
                 await self._send(correlation_id, await self._intake.take_over(correlation_id, self._handovers, message))
+
+    async def _present(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which are there; to a server that may end, which are there to stay."""
+        present = await self._served.contains(keys)
+        neighbour = self._neighbour
+        if neighbour is None:
+            return present
+        return [is_there and neighbour.stays(key) for key, is_there in zip(keys, present, strict=True)]
 
     async def _send_chunks(self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool) -> None:
         misses: list[tuple[int, str]] = []
