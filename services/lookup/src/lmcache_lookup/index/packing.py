@@ -7,6 +7,8 @@ lmc2:{i}:version        changes with every change of who is alive
 lmc2:{i}:numbers        last instance number that was given out
 lmc2:{i}:tenants        set of tenants that have buckets
 lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
+lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in milliseconds
+lmc2:{i}:marks          the newest marks of all buckets that instances were told of, with commas
 ```
 The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash tag; its two letters are such that bucket
 k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
@@ -31,6 +33,7 @@ VERSION_KEY: Final = "lmc2:{i}:version"
 NUMBERS_KEY: Final = "lmc2:{i}:numbers"
 TENANTS_KEY: Final = "lmc2:{i}:tenants"
 NODES_KEY: Final = "lmc2:{i}:nodes"
+MARKS_KEY: Final = "lmc2:{i}:marks"
 
 NUMBER_BYTES: Final = 4
 
@@ -65,6 +68,11 @@ def buckets_of(chunk_ids: Sequence[bytes]) -> list[int]:
 def bucket_key(tenant: str, bucket: int) -> str:
     """The key of a tenant's bucket."""
     return _BUCKET_PREFIXES[bucket] + tenant
+
+
+def mark_key(bucket: int) -> str:
+    """The key of a bucket's mark, for all tenants: it lies where the bucket lies, and is lost with it. No tenant is called so."""
+    return _BUCKET_PREFIXES[bucket] + "!"
 
 
 def lease_field(owner: str, instance: str) -> str:

@@ -32,6 +32,7 @@ from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
+    MARKS_KEY,
     NODES_KEY,
     NUM_BUCKETS,
     NUMBERS_KEY,
@@ -165,8 +166,9 @@ class RedisIndex(LookupIndex):
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         seen = await self._shards.masters_seen()
         lease: list[Argument] = [lease_field(owner, claim.instance), incarnation_text(claim.incarnation), claim.kind, claim.ttl_ms]
-        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids]
-        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY], argv)
+        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids, seen.marks]
+        keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
+        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, keys, argv)
         if not taken:
             raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
         return LeaseState(next_sequence, bool(resync))
