@@ -121,6 +121,22 @@ async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]
     assert await brokers[1].transfers("r", [(CHUNKS[0], ["a"])]), "their tickets have ended"
 
 
+async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(brokers: list[BrokerClient]) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    pulls = [pull.pull for _ in range(MAX_PULLS) for pull in await one.transfers("r", [(CHUNKS[0], ["a"])])]
+    assert len(pulls) == MAX_PULLS
+    await two.done("other", pulls)
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == [], "only its requester ends a pull"
+    began = time.monotonic()
+    await two.done("r", pulls[:2])
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])])
+    await asyncio.sleep(0.06)
+    assert await one.transfers("r", [(CHUNKS[0], ["a"])]), "the one that granted them knows it, too"
+    assert await one.transfers("r", [(CHUNKS[0], ["a"])]) == []
+    assert time.monotonic() - began < 1.0, "before the tickets end"
+
+
 async def test_a_restarted_broker_knows_what_the_other_knows(processes: list[ServiceProcess], brokers: list[BrokerClient]) -> None:
     await brokers[0].register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
     await brokers[0].drain("a")
@@ -177,6 +193,18 @@ async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient]
         client.flushall()
         await eventually(lambda: told_again(redis_server))
     assert await names(one) == await names(two) == ["a"]
+
+
+async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    for _ in range(MAX_PULLS):
+        assert await one.transfers("r", [(CHUNKS[0], ["a"])])
+    with redis_server.client() as client:
+        client.flushall()
+        await eventually(lambda: told_again(redis_server))
+    assert [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == []
 
 
 async def told_again(redis_server: RedisServer) -> bool:

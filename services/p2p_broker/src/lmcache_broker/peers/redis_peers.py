@@ -21,10 +21,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from lmcache_broker.peers import redis_scripts as scripts
-from lmcache_broker.peers.shared import Changes, PullClaim, PullVerdict, SharedPeer
+from lmcache_broker.peers.pulls import MAX_PULL_S
+from lmcache_broker.peers.shared import Changes, PullClaim, PullUnderway, PullVerdict, SharedPeer
 
 MAX_CONNECTIONS: Final = 32
-MAX_ANNOUNCED_AT_ONCE: Final = 256
+MAX_TOLD_AT_ONCE: Final = 256
 DEFAULT_SENTINEL_PORT: Final = 26379
 DEFAULT_PORT: Final = 6379
 REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster")
@@ -62,9 +63,9 @@ class RedisPeers:
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
         """See `SharedPeers.announce`."""
         found: list[bool | None] = []
-        for begin in range(0, len(peers), MAX_ANNOUNCED_AT_ONCE):
+        for begin in range(0, len(peers), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
-            for shared in peers[begin : begin + MAX_ANNOUNCED_AT_ONCE]:
+            for shared in peers[begin : begin + MAX_TOLD_AT_ONCE]:
                 incarnation = f"{shared.peer.incarnation:020d}"
                 argv += [_field(shared.owner, shared.peer.id), incarnation, int(shared.draining), shared.ttl_ms, _packed(shared)]
             found += [None if state < 0 else bool(state) for state in await self._run(scripts.ANNOUNCE, argv)]
@@ -90,17 +91,30 @@ class RedisPeers:
         self._epoch, self._seen = epoch, seq
         return Changes(peers, is_anew)
 
-    async def claim(self, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+    async def claim(self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
         """See `SharedPeers.claim`."""
-        argv: list[str | int] = [max_pulls, ttl_ms]
+        argv: list[str | int] = [who, max_pulls, ttl_ms]
         for claim in claims:
             argv += [claim.life, claim.pull_id]
         found = await self._run(scripts.CLAIM, argv)
         return [PullVerdict(bool(granted), num) for granted, num in zip(found[::2], found[1::2], strict=True)]
 
-    async def end_pulls(self, claims: Sequence[PullClaim]) -> None:
+    async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
+        """See `SharedPeers.restore_pulls`."""
+        for begin in range(0, len(pulls), MAX_TOLD_AT_ONCE):
+            argv: list[str | int] = []
+            for pull in pulls[begin : begin + MAX_TOLD_AT_ONCE]:
+                argv += [pull.who, pull.claim.life, pull.claim.pull_id, pull.age_ms, pull.ttl_ms]
+            await self._run(scripts.RESTORE_PULLS, argv)
+
+    async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
+        """See `SharedPeers.renew_pulls`."""
+        lives = await self._run(scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids])
+        return [life.decode() or None for life in lives]
+
+    async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """See `SharedPeers.end_pulls`."""
-        await self._run(scripts.END_PULLS, [text for claim in claims for text in (claim.life, claim.pull_id)])
+        return [bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])]
 
     async def ping(self) -> None:
         """See `SharedPeers.ping`."""
