@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 _TLS_SCHEMES: Final = ("rediss://", "rediss-sentinel://", "rediss-cluster://")
+_SENTINEL_SCHEMES: Final = ("redis-sentinel://", "rediss-sentinel://")
 _REDIS_SCHEMES: Final = ("redis://", "redis-sentinel://", "redis-cluster://", *_TLS_SCHEMES, "unix://")
 
 
@@ -32,6 +33,9 @@ class LookupSettings(ServiceSettings):
         redis_tls_ca_file: Authorities (PEM), one of which must have signed the servers' certificates; None: those of the system.
         redis_tls_cert_file: Our certificate (PEM), where the servers want one.
         redis_tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
+        redis_sentinel_username: Who asks the sentinels, where that is not their default user.
+        redis_sentinel_password_file: File with the password that sentinels want; None: they want none. Read again for each new connection.
+            User and password in `redis_url` are the server's.
         redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing known".
         redis_write_timeout_ms: Limit on the index's part of leases and events.
         entry_ttl_s: What nobody has written to for this long leaves Redis by itself, in seconds.
@@ -51,6 +55,8 @@ class LookupSettings(ServiceSettings):
     redis_tls_ca_file: Path | None = None
     redis_tls_cert_file: Path | None = None
     redis_tls_key_file: Path | None = None
+    redis_sentinel_username: str | None = Field(default=None, min_length=1, max_length=255)
+    redis_sentinel_password_file: Path | None = None
     redis_timeout_ms: int = Field(default=100, ge=1, le=60_000)
     redis_write_timeout_ms: int = Field(default=800, ge=1, le=60_000)
     entry_ttl_s: int = Field(default=86_400, ge=60)
@@ -66,9 +72,20 @@ class LookupSettings(ServiceSettings):
         if self.redis_tls_key_file and not self.redis_tls_cert_file:
             raise ValueError("redis_tls_key_file is set, but redis_tls_cert_file is not: set it, or leave the key out")
         has_files = self.redis_tls_ca_file or self.redis_tls_cert_file
-        if has_files and not (self.redis_url and self.redis_url.get_secret_value().startswith(_TLS_SCHEMES)):
+        if has_files and not self._redis_url_begins_with(_TLS_SCHEMES):
             raise ValueError(
                 f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_SCHEMES)}: write it so, or leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sentinel_login(self) -> LookupSettings:
+        if self.redis_sentinel_username and not self.redis_sentinel_password_file:
+            raise ValueError("redis_sentinel_username is set, but redis_sentinel_password_file is not: set it, or leave the name out")
+        if self.redis_sentinel_password_file and not self._redis_url_begins_with(_SENTINEL_SCHEMES):
+            raise ValueError(
+                f"redis_sentinel_password_file is set, but redis_url is neither of {', '.join(_SENTINEL_SCHEMES)}: "
+                "write it so, or leave it out"
             )
         return self
 
@@ -84,6 +101,9 @@ class LookupSettings(ServiceSettings):
         if self.workers > 1 and self.redis_url is None:
             raise ValueError(f"workers={self.workers}: an index in the process cannot be shared; set redis_url, or workers=1")
         return self
+
+    def _redis_url_begins_with(self, schemes: tuple[str, ...]) -> bool:
+        return self.redis_url is not None and self.redis_url.get_secret_value().startswith(schemes)
 
     def granted_ttl_ms(self, asked_ttl_ms: int | None) -> int:
         """The lease that an instance gets which asks for `asked_ttl_ms`."""

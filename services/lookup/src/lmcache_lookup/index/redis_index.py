@@ -47,6 +47,7 @@ from lmcache_lookup.index.redis_node import Argument, Command, within
 from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
 from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
+from lmcache_lookup.index.sentinel_login import SentinelLogin
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class RedisIndexOptions:
         entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_instances: Bound on leases.
         tls: Whom to trust and what to show, where the URL is one with TLS.
+        sentinel_login: What sentinels are told; None: nothing.
     """
 
     read_timeout_s: float = 0.1
@@ -70,6 +72,7 @@ class RedisIndexOptions:
     entry_ttl_s: int = 86_400
     max_instances: int = 4096
     tls: TlsFiles | None = None
+    sentinel_login: SentinelLogin | None = None
 
 
 class RedisIndex(LookupIndex):
@@ -90,7 +93,7 @@ class RedisIndex(LookupIndex):
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
-        self._shards = _shards_of(read_redis_url(url, options.tls), options.write_timeout_s)
+        self._shards = _shards_of(read_redis_url(url, options.tls, options.sentinel_login), options.write_timeout_s)
         self._sweeper = BucketSweeper(self._shards, self._current_table)
 
     async def open(self) -> None:

@@ -16,6 +16,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 
 from lmcache_lookup.index.redis_node import MAX_CONNECTIONS, RedisNode
+from lmcache_lookup.index.sentinel_login import SentinelLogin
 
 Address = tuple[str, int]
 
@@ -69,6 +70,7 @@ class RedisTarget:
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; nothing for one server.
         service: What the sentinels call it.
+        login: What the sentinels are told, so that they answer.
     """
 
     url: str = field(repr=False)
@@ -76,6 +78,7 @@ class RedisTarget:
     scheme: str
     addresses: tuple[Address, ...]
     service: str
+    login: SentinelLogin | None = None
 
     @property
     def is_cluster(self) -> bool:
@@ -111,7 +114,7 @@ class RedisTarget:
         return RedisNode(redis_asyncio.Redis.from_pool(pool))
 
     def _behind_sentinels(self, timeout_s: float) -> RedisNode:
-        limits = {**_options(timeout_s), "socket_timeout": timeout_s}
+        limits = {**_options(timeout_s), "socket_timeout": timeout_s, "credential_provider": self.login}
         sentinels = Sentinel([])  # type: ignore[no-untyped-call]
         sentinels.sentinels = [_client_of(address, {**self._tls(TlsConnection), **limits}) for address in self.addresses]
         options = {**self._credentials(), **self._tls(SentinelTlsConnection), **_options(timeout_s)}
@@ -127,7 +130,7 @@ class RedisTarget:
         return {"connection_class": connection_class, "tls": client_context(self.tls)} if self.scheme in TLS_SCHEMES else {}
 
 
-def read_redis_url(url: str, tls: TlsFiles | None = None) -> RedisTarget:
+def read_redis_url(url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None) -> RedisTarget:
     """Take a URL apart: `redis://`, `rediss://`, `unix://`; `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
     `redis[s]-cluster://[user:password@]host:port,host:port`.
 
@@ -143,7 +146,7 @@ def read_redis_url(url: str, tls: TlsFiles | None = None) -> RedisTarget:
             default_port = DEFAULT_SENTINEL_PORT if scheme in SENTINEL_SCHEMES else DEFAULT_PORT
             hosts = urlsplit(url).netloc.rpartition("@")[2]
             addresses = tuple(_address_of(text, default_port) for text in hosts.split(","))
-        return RedisTarget(url, tls or TlsFiles(), scheme, addresses, path or "mymaster")
+        return RedisTarget(url, tls or TlsFiles(), scheme, addresses, path or "mymaster", login)
     except ValueError:
         raise ConfigError(_CANNOT_BE_READ) from None
 
