@@ -23,6 +23,7 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.wrappers import BreakerBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
+from lmcache_servicekit.audit import handover_audit
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.state import ServiceState, service_state
@@ -77,7 +78,7 @@ class _Opening:
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         await stack.open()
         gate, counters = Gate(), Counters()
-        limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes, admit=self._state.admit)
+        limits = self._limits()
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
         leaving = Leaving()
         served = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving))
@@ -122,6 +123,16 @@ class _Opening:
             self._state.before_stop.append(drain.run)  # while REST tells how far it is, and both doors still serve
         add_health_checks(self._state.health, parts)
         return parts
+
+    def _limits(self) -> ServerLimits:
+        """Of both doors."""
+        settings = self._settings
+        return ServerLimits(
+            max_connections=settings.max_connections,
+            max_blob_bytes=settings.max_record_bytes,
+            admit=self._state.admit,
+            note_handovers=handover_audit("lmcache-storage", settings.instance_id),
+        )
 
     async def _know_the_others(
         self, stack: TierStack, held: HeldChunks, door: HandoverDoor, pins: PinBoard, counters: Counters, gate: Gate

@@ -89,9 +89,31 @@ class PullTicket(Protocol):
         """Name that the client gives in its HELLO."""
 
 
+@dataclass(frozen=True, slots=True)
+class HandoverNote:
+    """What a connection has handed over since the last such note.
+
+    Attributes:
+        caller: Who did; None: somebody without a token.
+        client: Address and port of the other side.
+        tenants: Whose chunks, or some of them.
+        num_chunks: Chunks that were kept.
+        num_bytes: Bytes of these.
+        num_refused: Chunks that were not.
+    """
+
+    caller: HasTenant | None
+    client: str
+    tenants: tuple[str, ...]
+    num_chunks: int
+    num_bytes: int
+    num_refused: int
+
+
 Authenticate = Callable[[str | None], HasTenant]
 Admit = Callable[[str], None]
 VerifyTicket = Callable[[str], PullTicket]
+NoteHandovers = Callable[[HandoverNote], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +132,8 @@ class ServerLimits:
         min_bytes_per_s: Slowest transfer of a blob.
         reauthenticate_s: How old the knowledge may be of who is behind a token when a request is served.
         admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
+        pace_s: Longest time that a HANDOVER waits to be admitted; what is refused may be lost.
+        note_handovers: Is told of what connections hand over, for an audit; None: nobody is.
     """
 
     max_connections: int = 256
@@ -123,6 +147,8 @@ class ServerLimits:
     min_bytes_per_s: int = 1 << 20
     reauthenticate_s: float = 1.0
     admit: Admit | None = None
+    pace_s: float = 2.0
+    note_handovers: NoteHandovers | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
         """Longest time that a frame with a blob of that size may take."""
