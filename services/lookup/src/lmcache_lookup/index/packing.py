@@ -24,10 +24,12 @@ k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 NUM_BUCKETS: Final = 64
+BUCKET_SHIFT: Final = 2
+"""How far the first byte of a chunk id is shifted to give the number of its bucket."""
 LEASES_KEY: Final = "lmc2:{i}:leases"
 VERSION_KEY: Final = "lmc2:{i}:version"
 NUMBERS_KEY: Final = "lmc2:{i}:numbers"
@@ -57,12 +59,7 @@ class PackedHolder(NamedTuple):
 
 def bucket_of(chunk_id: bytes) -> int:
     """Which of the 64 buckets a chunk lies in."""
-    return chunk_id[0] >> 2
-
-
-def buckets_of(chunk_ids: Sequence[bytes]) -> list[int]:
-    """`bucket_of` for many."""
-    return [chunk_id[0] >> 2 for chunk_id in chunk_ids]
+    return chunk_id[0] >> BUCKET_SHIFT
 
 
 def bucket_key(tenant: str, bucket: int) -> str:

@@ -31,6 +31,7 @@ from lmcache_lookup.index.cluster_shards import ClusterShards
 from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
+    BUCKET_SHIFT,
     LEASES_KEY,
     MARKS_KEY,
     NODES_KEY,
@@ -39,11 +40,10 @@ from lmcache_lookup.index.packing import (
     TENANTS_KEY,
     VERSION_KEY,
     bucket_key,
-    buckets_of,
     lease_field,
     unpack_holders,
 )
-from lmcache_lookup.index.redis_node import Argument, Command, within
+from lmcache_lookup.index.redis_node import Argument, Command, read_fields, within
 from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
 from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
@@ -142,9 +142,7 @@ class RedisIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        commands = [
-            Command(key, ("HDEL", key, *(chunk_ids[place] for place in inside))) for key, inside in _by_bucket(tenant, chunk_ids).items()
-        ]
+        commands = [Command(key, ("HDEL", key, *inside)) for key, inside in _by_bucket(tenant, chunk_ids)]
         return sum(await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
@@ -180,7 +178,7 @@ class RedisIndex(LookupIndex):
         """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
         buckets = _by_bucket(tenant, chunk_ids)
         commands = [Command(VERSION_KEY, ("GET", VERSION_KEY))]
-        commands += [Command(key, ("HMGET", key, *[chunk_ids[place] for place in inside])) for key, inside in buckets.items()]
+        commands += [read_fields(key, inside) for key, inside in buckets]
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
@@ -188,10 +186,9 @@ class RedisIndex(LookupIndex):
         read = {value: self._live_holders(value or b"") for value in set(values)}
         if len(read) == 1:
             return list(read.values()) * len(chunk_ids)
-        result: list[list[Holder]] = [[]] * len(chunk_ids)
-        for place, value in zip(itertools.chain.from_iterable(buckets.values()), values, strict=True):
-            result[place] = read[value]
-        return result
+        asked = itertools.chain.from_iterable(inside for _, inside in buckets)
+        value_of = dict(zip(asked, values, strict=True))
+        return [read[value_of[chunk_id]] for chunk_id in chunk_ids]
 
     def _live_holders(self, value: bytes) -> list[Holder]:
         known = self._table.by_identity
@@ -226,12 +223,12 @@ def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
     return ClusterShards(ClusterMap(target.addresses, target.members(timeout_s)), timeout_s)
 
 
-def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> dict[str, list[int]]:
-    """A bucket's key -> positions in `chunk_ids`."""
-    places: list[list[int]] = [[] for _ in range(NUM_BUCKETS)]
-    for place, bucket in enumerate(buckets_of(chunk_ids)):
-        places[bucket].append(place)
-    return {bucket_key(tenant, bucket): inside for bucket, inside in enumerate(places) if inside}
+def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
+    """The keys of buckets, and which of `chunk_ids` lie in each."""
+    buckets: list[list[bytes]] = [[] for _ in range(NUM_BUCKETS)]
+    for chunk_id in chunk_ids:
+        buckets[chunk_id[0] >> BUCKET_SHIFT].append(chunk_id)
+    return [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(buckets) if inside]
 
 
 def _to_every_bucket(name: str, tenant: str) -> list[Command]:

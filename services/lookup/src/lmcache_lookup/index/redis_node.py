@@ -10,10 +10,13 @@ from typing import Any, Final, NamedTuple, TypeVar
 import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import CHUNK_ID_BYTES
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
+
+_BEFORE_FIELD: Final = b"\r\n$%d\r\n" % CHUNK_ID_BYTES
 Argument = bytes | str | int
 
 MAX_CONNECTIONS: Final = 64
@@ -40,26 +43,43 @@ class Command(NamedTuple):
 
     Attributes:
         key: One of its keys: all are of one hash slot.
-        words: Name and arguments; those of a script's call without its name.
+        words: Name and arguments; those of a script's call without its name; nothing where it is packed already.
         script: What is called.
+        packed: The whole command as it is sent.
     """
 
     key: str
     words: tuple[Argument, ...]
     script: Script | None = None
+    packed: bytes = b""
 
-    def short(self) -> tuple[Argument, ...]:
+    def short(self) -> bytes:
         """What is sent first: a script is called by its digest."""
-        return self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words)
+        if self.packed:
+            return self.packed
+        return _packed(self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words))
 
-    def full(self) -> tuple[Argument, ...]:
+    def full(self) -> bytes:
         """What is sent to a server that has forgotten the script."""
-        return self.words if self.script is None else ("EVAL", self.script.text, *self.words)
+        return self.short() if self.script is None else _packed(("EVAL", self.script.text, *self.words))
 
 
 def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Command:
     """A script's call with keys of one hash slot, at least one."""
     return Command(keys[0], (len(keys), *keys, *argv), script)
+
+
+def read_fields(key: str, fields: Sequence[bytes]) -> Command:
+    """`HMGET` of chunk ids: hundreds of arguments, which are joined and not looked at one by one.
+
+    Args:
+        key: ASCII.
+        fields: At least one, 16 bytes each.
+    """
+    head = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b" % (len(fields) + 2, len(key), key.encode("ascii"))
+    joined = _BEFORE_FIELD.join(fields)
+    assert len(joined) == len(fields) * (CHUNK_ID_BYTES + len(_BEFORE_FIELD)) - len(_BEFORE_FIELD)
+    return Command(key, (), packed=b"%b%b%b\r\n" % (head, _BEFORE_FIELD, joined))
 
 
 class RedisNode:
@@ -115,18 +135,18 @@ class RedisNode:
         self._num_calls += 1
         try:
             async with self._turns:
-                return (await self._send([("ASKING",), command.full()]))[1]
+                return (await self._send([_packed(("ASKING",)), command.full()]))[1]
         finally:
             self._num_calls -= 1
 
-    async def _send(self, requests: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    async def _send(self, requests: Sequence[bytes]) -> list[Any]:
         """A connection that was lost before anything was answered is replaced once: the pool may hold some that a restart has cut."""
         pool = self._client.connection_pool
         for is_last in (False, True):
             answers: list[Any] = []
             connection = await pool.get_connection()  # type: ignore[no-untyped-call]
             try:
-                await connection.send_packed_command(_packed(requests), check_health=False)
+                await connection.send_packed_command(b"".join(requests), check_health=False)
                 while len(answers) < len(requests):
                     answers.append(await _answer_of(connection))
                 return answers
@@ -153,9 +173,10 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T:
         raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
 
 
-def _packed(requests: Sequence[tuple[Argument, ...]]) -> bytes:
-    """Redis-py's own packing takes a third of a lookup's time. The library's types know tuples of one word alone."""
-    return b"".join([hiredis.pack_command(words) for words in requests])  # type: ignore[arg-type]
+def _packed(words: tuple[Argument, ...]) -> bytes:
+    """Redis-py's own packing takes much longer. The library's types know tuples of one word alone."""
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    return packed
 
 
 async def _answer_of(connection: Any) -> Any:
