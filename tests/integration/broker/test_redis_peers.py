@@ -12,19 +12,24 @@ from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.shared import PullClaim, PullUnderway, PullVerdict, SharedPeer
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import DrainReport, Peer
+from lmcache_servicekit.redis_target import RedisTarget
 
 from tests.fixtures.redis_cluster import running_cluster
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import running_redis
 
 TTL_MS = 10_000
 REPORT = DrainReport("handing_over", 5, 1, 2, 0, 2)
 
 
-@pytest.fixture(scope="module", params=["one server", "cluster"])
+@pytest.fixture(scope="module", params=["one server", "sentinels", "cluster"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cluster":
         with running_cluster() as cluster:
             yield cluster.url
+    elif request.param == "sentinels":
+        with watched_redis(down_after_ms=10_000) as watched:
+            yield watched.url
     else:
         with running_redis() as server:
             yield server.url
@@ -33,7 +38,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 async def pair(url: str) -> AsyncIterator[tuple[RedisPeers, RedisPeers]]:
     """Two brokers, and nothing in Redis."""
-    brokers = RedisPeers(url, 5.0), RedisPeers(url, 5.0)
+    brokers = RedisPeers(RedisTarget.read(url), 5.0), RedisPeers(RedisTarget.read(url), 5.0)
     await brokers[0]._redis.flushall()
     yield brokers
     for broker in brokers:
@@ -156,7 +161,7 @@ async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) 
 
 
 async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
-    away = RedisPeers(f"unix://{tmp_path / 'nobody'}", 0.5)
+    away = RedisPeers(RedisTarget.read(f"unix://{tmp_path / 'nobody'}"), 0.5)
     with pytest.raises(UnavailableError, match=r"limit 0\.5 s"):
         await away.changes()
     with pytest.raises(UnavailableError, match="a moment ago"):
@@ -167,5 +172,5 @@ async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["redis-sentinel://", "redis-cluster://:secret@,b:1", "redis-cluster://a:port", "redis://h:port"])
 def test_urls_that_cannot_be_read(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
-        RedisPeers(url, 1.0)
+        RedisPeers(RedisTarget.read(url), 1.0)
     assert "secret" not in str(failure.value)

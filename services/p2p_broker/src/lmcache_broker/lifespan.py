@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
+from lmcache_servicekit.redis_target import RedisTarget
+from lmcache_servicekit.sentinel_login import sentinel_login
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
@@ -68,4 +70,5 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
 def _shared(settings: BrokerSettings) -> RedisPeers | None:
     if settings.redis_url is None:
         return None
-    return RedisPeers(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1000)
+    target = RedisTarget.read(settings.redis_url.get_secret_value(), settings.redis_tls, sentinel_login(settings))
+    return RedisPeers(target, settings.redis_timeout_ms / 1000)

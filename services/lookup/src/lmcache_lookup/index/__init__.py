@@ -41,20 +41,17 @@ def create_index(settings: LookupSettings) -> LookupIndex:
         from lmcache_lookup.index.embedded import EmbeddedIndex
 
         return EmbeddedIndex(max_chunks=settings.max_chunks, max_instances=settings.max_instances)
-    from lmcache_core.security.tls import TlsFiles
+    from lmcache_servicekit.sentinel_login import sentinel_login
 
     from lmcache_lookup.index.guarded import GuardedIndex
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-    from lmcache_lookup.index.sentinel_login import SentinelLogin
 
-    tls = TlsFiles(settings.redis_tls_cert_file, settings.redis_tls_key_file, settings.redis_tls_ca_file)
-    password_file = settings.redis_sentinel_password_file
     options = RedisIndexOptions(
         read_timeout_s=settings.redis_timeout_ms / 1000,
         write_timeout_s=settings.redis_write_timeout_ms / 1000,
         entry_ttl_s=settings.entry_ttl_s,
         max_instances=settings.max_instances,
-        tls=tls,
-        sentinel_login=SentinelLogin(password_file, settings.redis_sentinel_username) if password_file else None,
+        tls=settings.redis_tls,
+        sentinel_login=sentinel_login(settings),
     )
     return GuardedIndex(RedisIndex(settings.redis_url.get_secret_value(), options))

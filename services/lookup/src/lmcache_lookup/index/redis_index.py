@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
 from lmcache_core.security.tls import TlsFiles
+from lmcache_servicekit.sentinel_login import SentinelLogin
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
@@ -47,7 +48,6 @@ from lmcache_lookup.index.redis_node import Argument, Command, read_fields, with
 from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
 from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
-from lmcache_lookup.index.sentinel_login import SentinelLogin
 
 T = TypeVar("T")
 

@@ -7,8 +7,10 @@ import contextlib
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
-from lmcache_servicekit.secret_file import read_secret_file
 from redis.credentials import CredentialProvider
+
+from lmcache_servicekit.redis_settings import RedisSettings
+from lmcache_servicekit.secret_file import read_secret_file
 
 
 class SentinelLogin(CredentialProvider):
@@ -42,3 +44,13 @@ class SentinelLogin(CredentialProvider):
         password = read_secret_file(self._password_file, "redis_sentinel_password_file")
         assert password is not None
         return password
+
+
+def sentinel_login(settings: RedisSettings) -> SentinelLogin | None:
+    """What the settings say; None where sentinels want no password. Reads the file.
+
+    Raises:
+        ConfigError: The file cannot be read or is empty.
+    """
+    password_file = settings.redis_sentinel_password_file
+    return None if password_file is None else SentinelLogin(password_file, settings.redis_sentinel_username)
