@@ -50,9 +50,14 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     """The backend for an `http://` or `https://` URL.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: It is not one, or names several hosts.
     """
     parts = urlsplit(url)
+    if "," in parts.netloc:
+        raise ConfigError(
+            f"remote url {parts.scheme}://…: several hosts; write lm://host:port,host:port, which finds each chunk at its server, "
+            "or the one host that is meant"
+        )
     if not parts.hostname or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(
             f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and the token an option of its own"
