@@ -128,10 +128,12 @@ class RedisPeers:
         """Make a call. Only the kind of a failure is kept, since its text may hold an address."""
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
-                return await call()
+                answer = await call()
         except _CLIENT_ERRORS as exc:
             self._away_until = self._clock() + RETRY_S
             raise UnavailableError(f"redis: {type(exc).__name__} (limit {self._timeout_s:g} s)") from exc
+        self._away_until = float("-inf")
+        return answer
 
 
 def _field(owner: str, peer_id: str) -> str:
