@@ -32,7 +32,7 @@ async def test_handovers_are_audited(guarded: Guarded) -> None:
     port = guarded.services["storage"].ports["lm_port"]
     num_before = len(lines(guarded))
     server = LmClient("127.0.0.1", port, TOKENS["operator"], ClientOptions(tls=guarded.tls, hands_over=True))
-    chunks = [make_chunk(f"handed-{name}", tenant=tenant) for name, tenant in (("a", "acme"), ("b", "rival"))]
+    chunks = [make_chunk(f"handed-{name}", tenant=tenant) for name, tenant in (("a", "acme"), ("b", "third"))]
     assert await server.hand_over(chunks, may_evict=True) == [True, True]
     await server.close()
     client = LmClient("127.0.0.1", port, TOKENS["acme"], ClientOptions(tls=guarded.tls, hands_over=True))
@@ -42,6 +42,6 @@ async def test_handovers_are_audited(guarded: Guarded) -> None:
     found = await_lines(guarded, num_before + 3)[num_before:]
     assert [(line["who"], line["result"]) for line in found] == [("operator", "done"), ("operator", "done"), ("acme", "refused")]
     assert [line["details"]["num_chunks"] for line in found] == [1, 1, 0]
-    assert [line["details"]["tenants"][0] for line in found] == ["acme", "rival", "acme"]
+    assert [line["details"]["tenants"][0] for line in found] == ["acme", "third", "acme"]
     text = json.dumps(found)
     assert not any(chunk.key.key.chunk_hash in text for chunk in chunks), "chunks are counted and not named"

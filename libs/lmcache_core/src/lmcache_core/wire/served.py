@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.security.handshakes import MAX_HANDSHAKES
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import MAX_BLOB_BYTES
@@ -122,6 +123,7 @@ class ServerLimits:
 
     Attributes:
         max_connections: Connections at once; above it a newcomer is told `busy`.
+        max_handshakes: TLS handshakes underway at once; above it a newcomer's connection ends.
         max_in_flight: Requests of one connection at once; above it the connection is not read.
         max_batch: Keys in one request.
         max_blob_bytes: Longest record that is taken.
@@ -137,6 +139,7 @@ class ServerLimits:
     """
 
     max_connections: int = 256
+    max_handshakes: int = MAX_HANDSHAKES
     max_in_flight: int = 32
     max_batch: int = MAX_BATCH_KEYS
     max_blob_bytes: int = MAX_BLOB_BYTES
