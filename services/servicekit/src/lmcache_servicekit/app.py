@@ -126,7 +126,7 @@ def create_service_app(
     app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
     install_problem_handlers(app, problems)
-    for router in (create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings), *routers):
+    for router in (*routers, create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings)):
         app.include_router(router)
     return app
 

@@ -24,12 +24,12 @@ k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from lmcache_core.keys import CHUNK_ID_BYTES
+
 NUM_BUCKETS: Final = 64
-BUCKET_SHIFT: Final = 2
-"""How far the first byte of a chunk id is shifted to give the number of its bucket."""
 LEASES_KEY: Final = "lmc2:{i}:leases"
 VERSION_KEY: Final = "lmc2:{i}:version"
 NUMBERS_KEY: Final = "lmc2:{i}:numbers"
@@ -38,6 +38,8 @@ NODES_KEY: Final = "lmc2:{i}:nodes"
 MARKS_KEY: Final = "lmc2:{i}:marks"
 
 NUMBER_BYTES: Final = 4
+
+_BUCKET_SHIFT: Final = 2
 
 # Two for each bucket.
 _TAG_LETTERS: Final = (
@@ -59,7 +61,20 @@ class PackedHolder(NamedTuple):
 
 def bucket_of(chunk_id: bytes) -> int:
     """Which of the 64 buckets a chunk lies in."""
-    return chunk_id[0] >> BUCKET_SHIFT
+    return chunk_id[0] >> _BUCKET_SHIFT
+
+
+def split_by_bucket(chunk_ids: Sequence[bytes]) -> list[list[bytes]]:
+    """The ids that lie in each of the 64 buckets.
+
+    Raises:
+        ValueError: They have not 16 bytes each.
+    """
+    buckets: list[list[bytes]] = [[] for _ in range(NUM_BUCKETS)]
+    first_bytes = b"".join(chunk_ids)[::CHUNK_ID_BYTES]
+    for first_byte, chunk_id in zip(first_bytes, chunk_ids, strict=True):
+        buckets[first_byte >> _BUCKET_SHIFT].append(chunk_id)
+    return buckets
 
 
 def bucket_key(tenant: str, bucket: int) -> str:

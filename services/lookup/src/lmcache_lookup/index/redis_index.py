@@ -27,12 +27,12 @@ from lmcache_lookup.index.base import (
     LeaseState,
     LookupIndex,
 )
+from lmcache_lookup.index.bucket_reads import BucketReads
 from lmcache_lookup.index.cluster_map import ClusterMap
 from lmcache_lookup.index.cluster_shards import ClusterShards
 from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
-    BUCKET_SHIFT,
     LEASES_KEY,
     MARKS_KEY,
     NODES_KEY,
@@ -42,9 +42,10 @@ from lmcache_lookup.index.packing import (
     VERSION_KEY,
     bucket_key,
     lease_field,
+    split_by_bucket,
     unpack_holders,
 )
-from lmcache_lookup.index.redis_node import Argument, Command, read_fields, within
+from lmcache_lookup.index.redis_node import Argument, Command, within
 from lmcache_lookup.index.redis_shards import RedisShards, Taking, incarnation_text
 from lmcache_lookup.index.redis_sweeper import BucketSweeper
 from lmcache_lookup.index.redis_urls import RedisTarget, read_redis_url
@@ -94,6 +95,7 @@ class RedisIndex(LookupIndex):
         self._clock = clock
         self._table = _NO_TABLE
         self._shards = _shards_of(read_redis_url(url, options.tls, options.sentinel_login), options.write_timeout_s)
+        self._reads = BucketReads()
         self._sweeper = BucketSweeper(self._shards, self._current_table)
 
     async def open(self) -> None:
@@ -142,7 +144,8 @@ class RedisIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        commands = [Command(key, ("HDEL", key, *inside)) for key, inside in _by_bucket(tenant, chunk_ids)]
+        asked = [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(split_by_bucket(chunk_ids)) if inside]
+        commands = [Command(key, ("HDEL", key, *inside)) for key, inside in asked]
         return sum(await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
@@ -176,9 +179,8 @@ class RedisIndex(LookupIndex):
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
-        buckets = _by_bucket(tenant, chunk_ids)
-        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY))]
-        commands += [read_fields(key, inside) for key, inside in buckets]
+        buckets = split_by_bucket(chunk_ids)
+        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY)), *self._reads.of(tenant, buckets)]
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
@@ -186,7 +188,7 @@ class RedisIndex(LookupIndex):
         read = {value: self._live_holders(value or b"") for value in set(values)}
         if len(read) == 1:
             return list(read.values()) * len(chunk_ids)
-        asked = itertools.chain.from_iterable(inside for _, inside in buckets)
+        asked = itertools.chain.from_iterable(buckets)
         value_of = dict(zip(asked, values, strict=True))
         return [read[value_of[chunk_id]] for chunk_id in chunk_ids]
 
@@ -221,14 +223,6 @@ def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
     if not target.is_cluster:
         return OneServer(target.node(timeout_s))
     return ClusterShards(ClusterMap(target.addresses, target.members(timeout_s)), timeout_s)
-
-
-def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
-    """The keys of buckets, and which of `chunk_ids` lie in each."""
-    buckets: list[list[bytes]] = [[] for _ in range(NUM_BUCKETS)]
-    for chunk_id in chunk_ids:
-        buckets[chunk_id[0] >> BUCKET_SHIFT].append(chunk_id)
-    return [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(buckets) if inside]
 
 
 def _to_every_bucket(name: str, tenant: str) -> list[Command]:

@@ -10,13 +10,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
-from lmcache_core.keys import CHUNK_ID_BYTES
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
-
-_BEFORE_FIELD: Final = b"\r\n$%d\r\n" % CHUNK_ID_BYTES
 Argument = bytes | str | int
 
 MAX_CONNECTIONS: Final = 64
@@ -67,19 +64,6 @@ class Command(NamedTuple):
 def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Command:
     """A script's call with keys of one hash slot, at least one."""
     return Command(keys[0], (len(keys), *keys, *argv), script)
-
-
-def read_fields(key: str, fields: Sequence[bytes]) -> Command:
-    """`HMGET` of chunk ids: hundreds of arguments, which are joined and not looked at one by one.
-
-    Args:
-        key: ASCII.
-        fields: At least one, 16 bytes each.
-    """
-    head = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b" % (len(fields) + 2, len(key), key.encode("ascii"))
-    joined = _BEFORE_FIELD.join(fields)
-    assert len(joined) == len(fields) * (CHUNK_ID_BYTES + len(_BEFORE_FIELD)) - len(_BEFORE_FIELD)
-    return Command(key, (), packed=b"%b%b%b\r\n" % (head, _BEFORE_FIELD, joined))
 
 
 class RedisNode:
@@ -149,6 +133,7 @@ class RedisNode:
                 await connection.send_packed_command(b"".join(requests), check_health=False)
                 while len(answers) < len(requests):
                     answers.append(await _answer_of(connection))
+                    await _take_what_came(connection, answers, len(requests))
                 return answers
             except LostConnectionError:
                 if is_last or answers:
@@ -184,3 +169,25 @@ async def _answer_of(connection: Any) -> Any:
         return await connection.read_response(disable_decoding=True)
     except ResponseError as exc:
         return exc
+
+
+async def _take_what_came(connection: Any, answers: list[Any], num_wanted: int) -> None:
+    """Append answers that have come together with the last one.
+
+    To have redis-py read each takes twice as long as all else that it does, so its parser is asked for them directly. That is no promise
+    of redis-py's: where it has another parser, the next answer is read as the first.
+    """
+    parser = getattr(connection, "_parser", None)
+    reader = getattr(parser, "_reader", None)
+    if parser is None or not isinstance(reader, hiredis.Reader):
+        return
+    while len(answers) < num_wanted:
+        answer: Any = reader.gets(False)
+        if isinstance(answer, LostConnectionError):
+            raise answer
+        if isinstance(answer, hiredis.PushNotification):
+            await parser.handle_push_response(answer)
+        elif type(answer) is object:  # that more has to come first
+            return
+        else:
+            answers.append(answer)
