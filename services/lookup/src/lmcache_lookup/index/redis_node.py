@@ -11,7 +11,7 @@ import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
 from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
 Argument = bytes | str | int
@@ -185,6 +185,9 @@ async def _take_what_came(connection: Any, answers: list[Any], num_wanted: int) 
         answer: Any = reader.gets(False)
         if isinstance(answer, LostConnectionError):
             raise answer
+        if isinstance(answer, ReadOnlyError):
+            # As redis-py does where sentinels say who the master is: a new connection asks them again.
+            raise LostConnectionError("the server is no master any more")
         if isinstance(answer, hiredis.PushNotification):
             await parser.handle_push_response(answer)
         elif type(answer) is object:  # that more has to come first
