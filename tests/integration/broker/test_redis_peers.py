@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from lmcache_broker.peers import redis_peers
 from lmcache_broker.peers.redis_peers import RedisPeers
-from lmcache_broker.peers.shared import PullClaim, PullUnderway, PullVerdict, SharedPeer
+from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
 from lmcache_servicekit.redis_target import RedisTarget
 
 from tests.fixtures.redis_cluster import running_cluster
@@ -130,6 +130,24 @@ async def test_pulls_that_were_lost_are_counted_again_and_only_once(pair: tuple[
     await two.restore_pulls(underway[:1])
     assert await one.claim("acme/r", [PullClaim("acme/a#1", "q")], 1000, TTL_MS) == [PullVerdict(True, 601)]
     assert await two.end_pulls("acme/r", ["p0", "p599"]) == [True, True]
+
+
+async def test_orders_are_told_once_by_whoever_is_asked(pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    orders = [CopyOrder("0" * 32, f"p{i}", f"lm://p{i}.example:1") for i in range(3)]
+    await one.order_copies([PlacedOrder("acme", "a", order) for order in orders[:2]], TTL_MS)
+    await two.order_copies([PlacedOrder("acme", "a", order) for order in orders[1:]], TTL_MS)
+    assert await two.take_orders("rival", "a") == await two.take_orders("acme", "b") == []
+    assert await two.take_orders("acme", "a") == orders, "each of them once"
+    assert await one.take_orders("acme", "a") == []
+    await one.order_copies([PlacedOrder("acme", "a", orders[0])], 20)
+    await asyncio.sleep(0.05)
+    assert await one.take_orders("acme", "a") == []
+    monkeypatch.setattr(redis_peers, "MAX_ORDERING_PEERS", 2)
+    monkeypatch.setattr(redis_peers, "MAX_ORDER_BYTES_PER_PEER", 100)
+    await one.order_copies([PlacedOrder("acme", name, order) for name in "abc" for order in orders], TTL_MS)
+    assert await one.take_orders("acme", "a") == [], "there were too many"
+    assert await one.take_orders("acme", "c") == orders[:2]
 
 
 async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPeers]) -> None:

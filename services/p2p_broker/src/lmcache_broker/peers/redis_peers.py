@@ -10,16 +10,18 @@ from typing import Any, Final
 
 import msgspec
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
 from lmcache_servicekit.redis_target import RedisLimits, RedisTarget
 from redis.exceptions import RedisClusterException, RedisError
 
 from lmcache_broker.peers import redis_scripts as scripts
 from lmcache_broker.peers.pulls import MAX_PULL_S
-from lmcache_broker.peers.shared import Changes, PullClaim, PullUnderway, PullVerdict, SharedPeer
+from lmcache_broker.peers.shared import Changes, PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
 
 MAX_CONNECTIONS: Final = 32
 MAX_TOLD_AT_ONCE: Final = 256
+MAX_ORDERING_PEERS: Final = 4096
+MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
 """After a failure nothing is asked for so long: a Redis that is away must not cost each request its deadline."""
 
@@ -109,6 +111,21 @@ class RedisPeers:
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """See `SharedPeers.end_pulls`."""
         return [bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])]
+
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
+        """See `SharedPeers.order_copies`."""
+        for begin in range(0, len(orders), MAX_TOLD_AT_ONCE):
+            argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
+            for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
+                order = placed.order
+                argv += [_field(placed.tenant, placed.server), f"{order.chunk_id} {order.instance} {order.distributed_url}"]
+            await self._run(scripts.ORDER_COPIES, argv)
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """See `SharedPeers.take_orders`."""
+        now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
+        found = [line.split(" ") for line in lines.decode().splitlines()]
+        return list(dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms))
 
     async def ping(self) -> None:
         """See `SharedPeers.ping`."""

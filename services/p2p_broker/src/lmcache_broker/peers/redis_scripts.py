@@ -5,17 +5,18 @@ JSON that the scripts do not read. Each change of a peer takes the next number o
 one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that is lost with everything else.
 
 A pull is the member of its id in `pulls`, scored with its end; `owners` says of each `requester NUL life NUL begin`, so that any broker can
-renew and end what another has granted; `counts` has the number of each life.
+renew and end what another has granted; `counts` has the number of each life. `orders` has a line for each
+copy that a peer is to make, `end chunk taker address`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners"))
+KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders"))
 
 _COMMON: Final = """
-local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS = unpack(KEYS)
+local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function changed(field) redis.call('ZADD', CHANGES, redis.call('INCR', SEQ), field) end
@@ -198,5 +199,31 @@ for i = 2, #ARGV do
   found[#found + 1] = is_his and 1 or 0
 end
 return found
+"""
+)
+
+# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the copy, and its line without the end.
+# Orders are worth little: when they have grown too many, all are forgotten.
+ORDER_COPIES: Final = (
+    _COMMON
+    + """
+for i = 4, #ARGV, 2 do
+  local known = redis.call('HGET', ORDERS, ARGV[i]) or ''
+  if #known < tonumber(ARGV[3]) then
+    if known == '' and redis.call('HLEN', ORDERS) >= tonumber(ARGV[2]) then redis.call('DEL', ORDERS) end
+    redis.call('HSET', ORDERS, ARGV[i], known .. string.format('%d', now_ms + tonumber(ARGV[1])) .. ' ' .. ARGV[i + 1] .. '\\n')
+  end
+end
+redis.call('PEXPIRE', ORDERS, ARGV[1])
+"""
+)
+
+# ARGV field. Returns {now_ms, lines}, which are told once.
+TAKE_ORDERS: Final = (
+    _COMMON
+    + """
+local lines = redis.call('HGET', ORDERS, ARGV[1]) or ''
+redis.call('HDEL', ORDERS, ARGV[1])
+return {now_ms, lines}
 """
 )

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus
+from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
 from lmcache_broker.peers.pulls import Pull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
-from lmcache_broker.peers.shared import PullClaim, PullUnderway, PullVerdict, SharedPeer, SharedPeers
+from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer, SharedPeers
 
 logger = logging.getLogger(__name__)
 
@@ -93,22 +94,14 @@ class PeerRegistry:
     async def remove(self, principal: Principal, peer_id: str) -> None:
         """See `PeerDirectory.remove`."""
         self.directory.remove(principal, peer_id)
-        if self._shared is not None:
-            try:
-                await self._shared.remove(owner_of(principal), peer_id)
-            except UnavailableError as exc:
-                self._note_away(exc)
+        await self._tell(lambda shared: shared.remove(owner_of(principal), peer_id))
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
         """See `PeerDirectory.drain`."""
         await self.refresh()
         record = self.directory.require(principal, peer_id)
         status = self.directory.drain(principal, peer_id)
-        if self._shared is not None:
-            try:
-                await self._shared.drain(record.owner, peer_id)
-            except UnavailableError as exc:
-                self._note_away(exc)
+        await self._tell(partial(_drain, record))
         return status
 
     async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
@@ -117,21 +110,13 @@ class PeerRegistry:
             if record.draining:
                 continue
             record.draining = True
-            if self._shared is not None:
-                try:
-                    await self._shared.drain(record.owner, peer_id)
-                except UnavailableError as exc:
-                    self._note_away(exc)
+            await self._tell(partial(_drain, record))
 
     async def forget(self, peer_id: str, distributed_url: str) -> None:
         """The peer there is gone, whatever its lease says."""
         for record in self.directory.at(peer_id, distributed_url):
             self.directory.forget(record)
-            if self._shared is not None:
-                try:
-                    await self._shared.remove(record.owner, peer_id)
-                except UnavailableError as exc:
-                    self._note_away(exc)
+            await self._tell(partial(_remove, record))
 
     def census(self) -> Census:
         """See `PeerDirectory.census`."""
@@ -196,6 +181,20 @@ class PeerRegistry:
                 self._note_away(exc)
         return sum(ended)
 
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
+        """Let whichever broker hears of the peers next tell them; False where it has to be this one."""
+        return await self._tell(lambda shared: shared.order_copies(orders, round(ttl_s * 1000)))
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """What brokers want that peer to copy; it is told once."""
+        if self._shared is None:
+            return []
+        try:
+            return await self._shared.take_orders(tenant, peer_id)
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return []
+
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
         """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory that is away."""
         if self._shared is None or self._clock() < self._fresh_until:
@@ -239,6 +238,17 @@ class PeerRegistry:
             self._is_shared = True
             logger.info("the peers are shared with other brokers again")
 
+    async def _tell(self, call: Callable[[SharedPeers], Awaitable[None]]) -> bool:
+        """Tell the other brokers; False where there are none, or where they cannot be told now."""
+        if self._shared is None:
+            return False
+        try:
+            await call(self._shared)
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return False
+        return True
+
     def _underway(self) -> list[PullUnderway]:
         now_s = self._clock()
         self.book.expire(now_s)
@@ -260,3 +270,11 @@ class PeerRegistry:
             self._is_shared = False
             self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
             logger.warning("peers are not shared with other brokers, this one answers from what it was told itself: %s", exc)
+
+
+async def _drain(record: PeerRecord, shared: SharedPeers) -> None:
+    await shared.drain(record.owner, record.peer.id)
+
+
+async def _remove(record: PeerRecord, shared: SharedPeers) -> None:
+    await shared.remove(record.owner, record.peer.id)

@@ -22,7 +22,7 @@ async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPri
     drain = None if body.drain is None else body.drain.to_report()
     peer = body.to_peer(peer_id)
     lease = await parts.registry.announce(principal, peer, load=body.load, ttl_ms=ttl_ms, draining=body.draining, drain=drain)
-    return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=parts.copies_for(principal, peer_id))
+    return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=await parts.copies_for(principal, peer_id))
 
 
 @router.get("/peers", summary="List the live peers")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.p2p import DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,21 @@ class PullUnderway:
     ttl_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedOrder:
+    """A copy that a peer is to make.
+
+    Attributes:
+        tenant: Whose chunk it is.
+        server: The peer.
+        order: Of what, and to whom.
+    """
+
+    tenant: str
+    server: str
+    order: CopyOrder
+
+
 class SharedPeers(Protocol):
     """Memory that brokers share. Every call raises `UnavailableError` when it cannot be reached in time."""
 
@@ -106,6 +121,12 @@ class SharedPeers(Protocol):
 
     async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """A requester's pulls are over; for each whether there was one."""
+
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
+        """Peers are to make copies; who does not ask for that long is not told."""
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """What that peer is to copy for that tenant; it is told once."""
 
     async def ping(self) -> None:
         """Whether it answers."""

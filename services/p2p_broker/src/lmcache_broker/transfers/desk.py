@@ -19,7 +19,7 @@ from lmcache_core.security import Principal
 
 from lmcache_broker.peers.pulls import Requester
 from lmcache_broker.transfers.choice import WantedFrom
-from lmcache_broker.transfers.hot import HotChunks
+from lmcache_broker.transfers.hot import ORDER_TTL_S, HotChunks
 from lmcache_broker.transfers.service import RenewedPull, TransferPlan, TransferService
 
 MAX_WAITING: Final = 1024
@@ -93,7 +93,9 @@ class TransferDesk:
             plan = await self._wait(principal, requester, wanted, plan, wait_ms)
         self._service.count(plan)
         if self._hot is not None:
-            self._hot.note(principal, requester, wanted, plan, self._service.clocks.monotonic())
+            placed = self._hot.note(principal, requester, wanted, plan, self._service.clocks.monotonic())
+            if placed and await self._service.registry.order_copies(placed, ORDER_TTL_S):
+                self._hot.hand_on(placed)
         return plan
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
