@@ -43,8 +43,8 @@ MAX_RETRIES: Final = 1
 RETRY_PAUSE_S: Final = 0.05
 RETRY_SHARE: Final = 0.5
 """A request that failed is repeated only within this part of its time."""
-CREDENTIALS_S: Final = 600.0
-"""How long the library may go on with a key from files; it asks again five minutes before."""
+CREDENTIALS_S: Final = 302.0
+"""How long a key from files is said to be good for. The library asks again five minutes before: after two seconds."""
 LIST_OBJECTS: Final = 1000
 MAX_CAUSE_CHARS: Final = 300
 PROBE: Final = "lmcache-probe"
