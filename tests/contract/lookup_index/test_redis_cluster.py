@@ -13,8 +13,22 @@ from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState
 from lmcache_lookup.index import cluster_scripts as scripts
 from lmcache_lookup.index.cluster_map import ClusterMap, slot_of
 from lmcache_lookup.index.cluster_shards import MASTERS_FRESH_S, MAX_CLOCK_SKEW_MS, ClusterShards
-from lmcache_lookup.index.packing import LEASES_KEY, NUM_BUCKETS, TENANTS_KEY, bucket_key, bucket_of, pack_life, pack_number
+from lmcache_lookup.index.packing import (
+    LEASES_KEY,
+    MARKS_KEY,
+    NODES_KEY,
+    NUM_BUCKETS,
+    NUMBERS_KEY,
+    TENANTS_KEY,
+    VERSION_KEY,
+    bucket_key,
+    bucket_of,
+    mark_key,
+    pack_life,
+    pack_number,
+)
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
+from lmcache_lookup.index.redis_scripts import RENEW
 from lmcache_lookup.index.redis_shards import incarnation_text
 from lmcache_lookup.index.redis_urls import read_redis_url
 from redis.exceptions import ResponseError
@@ -230,6 +244,42 @@ async def test_a_server_that_comes_back_empty_is_noticed_with_the_next_renewal(
     await index.end("acme", "b")
 
 
+@pytest.mark.parametrize("which", [lease_server, other_server], ids=["of the leases", "of chunks"])
+async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
+    cluster: RedisClusterServers, index: RedisIndex, which: Callable[[RedisClusterServers], int]
+) -> None:
+    """By each instance, once, and whichever replica looks."""
+    for instance in ("a", "b"):
+        await join(index, instance)
+        await index.apply("acme", EventBatch(instance, 1, 0, stores()))
+    with cluster.servers[which(cluster)].client() as raw:
+        raw.flushall()
+    other = RedisIndex(cluster.url, OPTIONS)
+    assert await join(other, "a") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
+    assert await join(other, "b") in (LeaseState(NUM_BUCKETS, True), LeaseState(0, False))
+    await asyncio.sleep(MASTERS_FRESH_S)
+    for replica, instance in ((other, "a"), (index, "b")):
+        assert await join(replica, instance, 2) == LeaseState(0, False)
+        assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == LeaseState(NUM_BUCKETS, False)
+        assert await join(replica, instance, 2) == LeaseState(NUM_BUCKETS, False)
+    assert [len(holders) for holders in await index.holders("acme", CHUNKS)] == [2] * NUM_BUCKETS
+    await other.close()
+
+
+async def test_an_older_look_asks_nobody_to_announce_again(index: RedisIndex, shards: ClusterShards) -> None:
+    """Replicas look at different times; what one saw before a server was emptied may reach the leases after what another saw."""
+
+    async def renew(marks: str) -> list[int]:
+        argv = ["acme/a", incarnation_text(1), "sidecar", 60_000, 8, 0, "", marks]
+        answer: list[int] = await shards.run(RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv)
+        return answer
+
+    assert await renew("1700000000001,1700000000001") == [0, 0, 1]
+    assert await renew("1700000000001,1700000000000") == [0, 0, 1]
+    assert await renew("") == [0, 0, 1]
+    assert await renew("1700000000001,1700000000002") == [0, 1, 1]
+
+
 async def test_what_a_lost_lease_left_behind_is_nobody_elses(cluster: RedisClusterServers, index: RedisIndex) -> None:
     """Entries on other servers outlive the table that said whose they are."""
     await join(index, "a")
@@ -271,6 +321,11 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisClusterServers, index
         assert await num_held(index) == NUM_BUCKETS
         assert old.execute_command("MIGRATE", "127.0.0.1", taker.port, key, 0, 1000) == b"OK"
         assert await num_held(index) == NUM_BUCKETS
+        await asyncio.sleep(MASTERS_FRESH_S)
+        assert await join(index) == LeaseState(NUM_BUCKETS, False)
+        assert old.execute_command("MIGRATE", "127.0.0.1", taker.port, mark_key(0), 0, 1000) == b"OK"
+        await asyncio.sleep(MASTERS_FRESH_S)
+        assert await join(index) == LeaseState(NUM_BUCKETS, False)
         more = stores([b"\0" + b"z" * 15])
         assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == LeaseState(NUM_BUCKETS + 1, False)
         for client in (new, old):
@@ -280,7 +335,8 @@ async def test_a_slot_that_moves_is_followed(cluster: RedisClusterServers, index
         assert (await index.holders("acme", [more[0].chunk_id]))[0]
         new.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[old])
         old.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[new])
-        assert new.execute_command("MIGRATE", "127.0.0.1", giver.port, key, 0, 1000) == b"OK"
+        for moving in (key, mark_key(0)):
+            assert new.execute_command("MIGRATE", "127.0.0.1", giver.port, moving, 0, 1000) == b"OK"
         for client in (old, new):
             client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[old])
     assert await num_held(index) == NUM_BUCKETS

@@ -7,23 +7,29 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from lmcache_broker.peers import redis_peers
 from lmcache_broker.peers.redis_peers import RedisPeers
-from lmcache_broker.peers.shared import PullClaim, PullVerdict, SharedPeer
+from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
+from lmcache_servicekit.redis_target import RedisTarget
 
 from tests.fixtures.redis_cluster import running_cluster
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import running_redis
 
 TTL_MS = 10_000
 REPORT = DrainReport("handing_over", 5, 1, 2, 0, 2)
 
 
-@pytest.fixture(scope="module", params=["one server", "cluster"])
+@pytest.fixture(scope="module", params=["one server", "sentinels", "cluster"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cluster":
         with running_cluster() as cluster:
             yield cluster.url
+    elif request.param == "sentinels":
+        with watched_redis(down_after_ms=10_000) as watched:
+            yield watched.url
     else:
         with running_redis() as server:
             yield server.url
@@ -32,7 +38,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 async def pair(url: str) -> AsyncIterator[tuple[RedisPeers, RedisPeers]]:
     """Two brokers, and nothing in Redis."""
-    brokers = RedisPeers(url, 5.0), RedisPeers(url, 5.0)
+    brokers = RedisPeers(RedisTarget.read(url), 5.0), RedisPeers(RedisTarget.read(url), 5.0)
     await brokers[0]._redis.flushall()
     yield brokers
     for broker in brokers:
@@ -90,14 +96,58 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
     await one.announce([shared(incarnation=12)])
     life, other = "acme/a#12", "acme/a#13"
     claims = [PullClaim(life, f"p{i}") for i in range(3)]
-    assert await one.claim(claims, 2, TTL_MS) == [PullVerdict(True, 1), PullVerdict(True, 2), PullVerdict(False, 2)]
-    assert await two.claim([PullClaim(life, "q"), PullClaim(other, "q")], 2, TTL_MS) == [PullVerdict(False, 2), PullVerdict(True, 1)]
+    assert await one.claim("acme/r", claims, 2, TTL_MS) == [PullVerdict(True, 1), PullVerdict(True, 2), PullVerdict(False, 2)]
+    assert await two.claim("acme/s", [PullClaim(life, "q"), PullClaim(other, "q")], 2, TTL_MS) == [
+        PullVerdict(False, 2),
+        PullVerdict(True, 1),
+    ]
     assert [peer.num_pulls for peer in (await two.changes()).peers] == [2]
-    await two.end_pulls([claims[0], claims[0], PullClaim(life, "never heard of")])
+    assert await two.end_pulls("acme/s", ["p0"]) == [False], "another one's"
+    assert await two.end_pulls("acme/r", ["p0", "p0", "never heard of"]) == [True, False, False]
     assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
-    assert await one.claim([PullClaim(life, "r")], 2, 20) == [PullVerdict(True, 2)]
+    assert await one.claim("acme/r", [PullClaim(life, "r")], 2, 20) == [PullVerdict(True, 2)]
     await asyncio.sleep(0.05)
     assert [peer.num_pulls for peer in (await two.changes()).peers] == [1], "nobody said that it was over"
+    assert await one._redis.hlen("lmcache:{broker}:owners") == 2
+
+
+async def test_a_pull_goes_on_whoever_is_asked(pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    await one.announce([shared()])
+    await one.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 300)
+    assert await two.renew_pulls("acme/s", ["p"], TTL_MS) == [None], "another one's"
+    assert await two.renew_pulls("acme/r", ["p", "never heard of"], TTL_MS) == ["acme/a#1", None]
+    await asyncio.sleep(0.35)
+    assert [peer.num_pulls for peer in (await one.changes()).peers] == [1]
+    monkeypatch.setattr(redis_peers, "MAX_PULL_S", 0.3)
+    assert await two.renew_pulls("acme/r", ["p"], TTL_MS) == [None], "for ever is too long"
+
+
+async def test_pulls_that_were_lost_are_counted_again_and_only_once(pair: tuple[RedisPeers, RedisPeers]) -> None:
+    one, two = pair
+    underway = [PullUnderway("acme/r", PullClaim("acme/a#1", f"p{i}"), 500, TTL_MS) for i in range(600)]
+    await one.restore_pulls(underway)
+    await two.restore_pulls(underway[:1])
+    assert await one.claim("acme/r", [PullClaim("acme/a#1", "q")], 1000, TTL_MS) == [PullVerdict(True, 601)]
+    assert await two.end_pulls("acme/r", ["p0", "p599"]) == [True, True]
+
+
+async def test_orders_are_told_once_by_whoever_is_asked(pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    orders = [CopyOrder("0" * 32, f"p{i}", f"lm://p{i}.example:1") for i in range(3)]
+    await one.order_copies([PlacedOrder("acme", "a", order) for order in orders[:2]], TTL_MS)
+    await two.order_copies([PlacedOrder("acme", "a", order) for order in orders[1:]], TTL_MS)
+    assert await two.take_orders("rival", "a") == await two.take_orders("acme", "b") == []
+    assert await two.take_orders("acme", "a") == orders, "each of them once"
+    assert await one.take_orders("acme", "a") == []
+    await one.order_copies([PlacedOrder("acme", "a", orders[0])], 20)
+    await asyncio.sleep(0.05)
+    assert await one.take_orders("acme", "a") == []
+    monkeypatch.setattr(redis_peers, "MAX_ORDERING_PEERS", 2)
+    monkeypatch.setattr(redis_peers, "MAX_ORDER_BYTES_PER_PEER", 100)
+    await one.order_copies([PlacedOrder("acme", name, order) for name in "abc" for order in orders], TTL_MS)
+    assert await one.take_orders("acme", "a") == [], "there were too many"
+    assert await one.take_orders("acme", "c") == orders[:2]
 
 
 async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPeers]) -> None:
@@ -129,16 +179,16 @@ async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) 
 
 
 async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
-    away = RedisPeers(f"unix://{tmp_path / 'nobody'}", 0.5)
+    away = RedisPeers(RedisTarget.read(f"unix://{tmp_path / 'nobody'}"), 0.5)
     with pytest.raises(UnavailableError, match=r"limit 0\.5 s"):
         await away.changes()
     with pytest.raises(UnavailableError, match="a moment ago"):
-        await away.claim([PullClaim("acme/a#1", "p")], 1, 1)
+        await away.claim("acme/r", [PullClaim("acme/a#1", "p")], 1, 1)
     await away.close()
 
 
 @pytest.mark.parametrize("url", ["redis-sentinel://", "redis-cluster://:secret@,b:1", "redis-cluster://a:port", "redis://h:port"])
 def test_urls_that_cannot_be_read(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
-        RedisPeers(url, 1.0)
+        RedisPeers(RedisTarget.read(url), 1.0)
     assert "secret" not in str(failure.value)

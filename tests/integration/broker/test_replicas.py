@@ -22,6 +22,7 @@ from tests.fixtures.service_process import ServiceProcess
 CHUNKS = [bytes([i]) * 16 for i in range(8)]
 LEASE_MS = 20_000
 MAX_PULLS = 4
+HOT_PULLS = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
         "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
         "LMCACHE_BROKER_TICKET_TTL_MS": "2000",
+        "LMCACHE_BROKER_HOT_CHUNK_PULLS": str(HOT_PULLS),
     }
     found = []
     for name in ("one", "two"):
@@ -121,6 +123,43 @@ async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]
     assert await brokers[1].transfers("r", [(CHUNKS[0], ["a"])]), "their tickets have ended"
 
 
+async def test_whichever_is_told_that_a_pull_is_over_frees_its_place(brokers: list[BrokerClient]) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    pulls = [pull.pull for _ in range(MAX_PULLS) for pull in await one.transfers("r", [(CHUNKS[0], ["a"])])]
+    assert len(pulls) == MAX_PULLS
+    await two.done("other", pulls)
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == [], "only its requester ends a pull"
+    began = time.monotonic()
+    await two.done("r", pulls[:2])
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])])
+    await asyncio.sleep(0.06)
+    assert await one.transfers("r", [(CHUNKS[0], ["a"])]), "the one that granted them knows it, too"
+    assert await one.transfers("r", [(CHUNKS[0], ["a"])]) == []
+    assert time.monotonic() - began < 1.0, "before the tickets end"
+
+
+async def test_a_holder_learns_of_a_hot_chunk_wherever_it_comes_next(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+    one, two = brokers
+    for name in "ab":
+        await two.register(peer(name), load=0.0, ttl_ms=LEASE_MS)
+    for i in range(HOT_PULLS):
+        (pull,) = await one.transfers(f"r{i}", [(CHUNKS[0], ["a"])])
+        await one.done(f"r{i}", [pull.pull])
+    (order,) = (await two.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies
+    assert (order.chunk_id, order.instance, order.distributed_url) == (CHUNKS[0].hex(), "b", "lm://b.example:65433")
+    for broker in brokers:
+        assert (await broker.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies == (), "it is told once"
+    redis_server.pause()
+    try:
+        for i in range(HOT_PULLS):
+            assert await one.transfers(f"r{i}", [(CHUNKS[1], ["a"])])
+        (order,) = (await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).copies
+        assert order.chunk_id == CHUNKS[1].hex(), "while the others cannot be told, by who knows it"
+    finally:
+        redis_server.resume()
+
+
 async def test_a_restarted_broker_knows_what_the_other_knows(processes: list[ServiceProcess], brokers: list[BrokerClient]) -> None:
     await brokers[0].register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
     await brokers[0].drain("a")
@@ -177,6 +216,18 @@ async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient]
         client.flushall()
         await eventually(lambda: told_again(redis_server))
     assert await names(one) == await names(two) == ["a"]
+
+
+async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    for _ in range(MAX_PULLS):
+        assert await one.transfers("r", [(CHUNKS[0], ["a"])])
+    with redis_server.client() as client:
+        client.flushall()
+        await eventually(lambda: told_again(redis_server))
+    assert [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
+    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == []
 
 
 async def told_again(redis_server: RedisServer) -> bool:

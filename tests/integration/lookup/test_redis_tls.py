@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
-from lmcache_lookup.index.cluster_map import NUM_SLOTS
 from lmcache_lookup.settings import LookupSettings
 from pydantic import SecretStr, ValidationError
 
-from tests.fixtures.redis_cluster import free_port_with_bus, wait_for
-from tests.fixtures.redis_sentinel import SERVICE, watched_redis
-from tests.fixtures.redis_server import RedisServer, free_port
-from tests.fixtures.redis_tls import behind_tls
+from tests.fixtures.redis_tls import QUOTED, redis_over_tls
 from tests.fixtures.tls import Authority, Pair, replace, server_tls
 
-PASSWORD = "open%sesame"
 CHUNK = b"c" * 16
-QUOTED = "open%25sesame"
-
-
-@asynccontextmanager
-async def redis_over_tls(kind: str, context: ssl.SSLContext, directory: Path) -> AsyncIterator[str]:
-    """Yields what comes behind `rediss` in its URL."""
-    async with AsyncExitStack() as stack:
-        if kind == "sentinel":
-            watched = stack.enter_context(watched_redis(down_after_ms=10_000))
-            with watched.master.client() as raw:
-                raw.execute_command("ACL SETUSER", "lookup", "on", f">{PASSWORD}", "+@all", "~lmc2:*")
-            master = await stack.enter_async_context(behind_tls(watched.master.port, context))
-            renamed = (watched.master.port, master)
-            port = await stack.enter_async_context(behind_tls(watched.sentinel_ports[0], context, renamed=renamed))
-            yield f"-sentinel://lookup:{QUOTED}@127.0.0.1:{port}/{SERVICE}"
-            return
-        announced = free_port()
-        as_cluster = ("--cluster-enabled", "yes", "--cluster-config-file", str(directory / "nodes.conf"))
-        arguments = (*as_cluster, "--cluster-announce-port", str(announced)) if kind == "cluster" else ()
-        server = RedisServer(*arguments, port=free_port_with_bus())
-        stack.callback(server.kill)
-        server.start()
-        with server.client() as raw:
-            if kind == "cluster":
-                raw.execute_command("CLUSTER ADDSLOTS", *range(NUM_SLOTS))
-                wait_for(lambda: raw.cluster("INFO")["cluster_state"] == "ok")
-            raw.config_set("requirepass", PASSWORD)
-        await stack.enter_async_context(behind_tls(server.port, context, announced))
-        yield f"{'-cluster' if kind == 'cluster' else ''}://:{QUOTED}@127.0.0.1:{announced}"
 
 
 def index_of(url: str, authority: Authority, mine: Pair | None = None) -> LookupIndex:

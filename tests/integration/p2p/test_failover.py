@@ -7,16 +7,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_core.concurrency import LoopThread
+from lmcache_core.engine import LMCacheEngine
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
 from tests.fixtures.peers import Proxy
+from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 64
@@ -68,11 +72,15 @@ def store_at(sidecar: Sidecar) -> None:
 
 def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> dict[str, float]:
     """Tokens by the tier that they came from."""
+    with engine_at(reader.socket, tier_timeout_s=9.0) as engine:
+        return retrieve_by(engine, victim, proxy)
+
+
+def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy) -> dict[str, float]:
     kv, target = random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
     killer = kill_in_the_middle(victim, proxy, 6_000)
-    with engine_at(reader.socket, tier_timeout_s=9.0) as engine:
-        assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
-        tiers = {tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("P2PBackend", "RemoteBackend")}
+    assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
+    tiers = {tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("P2PBackend", "RemoteBackend")}
     killer.join()
     assert_equal_prefix(target, kv, NUM_TOKENS)
     return tiers
@@ -99,5 +107,28 @@ def test_the_rest_comes_from_storage(neighbourhood: Neighbourhood, tmp_path: Pat
         reader = neighbourhood.sidecar("reader", node="here", remote_url=url, tier_timeout_s=8.0)
         store_at(a)
         tiers = retrieve_while_it_dies(a, proxy, reader)
+        assert tiers["RemoteBackend"] > 0
+        assert sum(tiers.values()) == NUM_TOKENS
+
+
+def test_an_engine_without_a_sidecar_gets_the_rest_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path / 'shared'}"
+    writer = neighbourhood.sidecar("writer", remote_url=url)
+    store_at(writer)
+    writer.process.kill()
+    peers: dict[str, Any] = {
+        "enable_p2p": True,
+        "lookup_url": neighbourhood.lookup_url,
+        "broker_url": neighbourhood.broker_url,
+        "distributed_url": f"lm://127.0.0.1:{free_port()}",
+        "peer_ticket_keys_file": str(neighbourhood.ticket_keys),
+    }
+    with slow_sidecar(neighbourhood, "a") as (a, proxy):
+        store_at(a)
+        with embedded_engine(remote_url=url, tier_timeout_s=9.0, prefill_tokens_per_s=1.0, **peers) as made:
+            eventually(lambda: made.engine.lookup(tokens_of(NUM_TOKENS, 1), ["P2PBackend"]) == NUM_TOKENS)
+            tiers = retrieve_by(made.engine, a, proxy)
+        assert tiers["P2PBackend"] > 0
         assert tiers["RemoteBackend"] > 0
         assert sum(tiers.values()) == NUM_TOKENS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -55,6 +56,29 @@ async def test_a_peer_that_is_late_is_overtaken_by_a_second_holder(world: Town) 
     assert asyncio.get_running_loop().time() - began < 1.7, "it did not wait for the one that stands still"
     figures = world.parts.figures
     assert (figures.pulls, figures.hedged_pulls, figures.won_hedges) == (3, 1, len(NAMES))
+
+
+async def test_a_pull_that_outlives_its_ticket_goes_on_at_the_same_peer() -> None:
+    """Peers that look at tickets, and a line on which the pull takes several lives of one."""
+    key = f"k1:{base64.b64encode(b'k' * 32).decode()}"
+    names = [f"chunk-{i}" for i in range(100)]
+    async with town(ticket_key=key, ticket_ttl_ms=400, max_pulls_per_peer=1) as world:
+        await world.add("a", names, bytes_per_s=100_000)
+        began = asyncio.get_running_loop().time()
+        pulling = asyncio.create_task(world.pull(names, ["a"], timeout_s=30.0))
+        counts = set()
+        while not pulling.done():
+            seen = {peer.num_pulls for peer in await world.broker.peers()}
+            if 0 < world.parts.figures.pulled_chunks < len(names):
+                counts |= seen
+            await asyncio.sleep(0.05)
+        assert taken(await pulling, names) == [None] * len(names)
+        assert asyncio.get_running_loop().time() - began > 1.0
+        assert counts == {1}, "all the while it counts against its peer"
+        figures = world.parts.figures
+        assert (figures.pulls, figures.failed_pulls, figures.failed_over_chunks) == (1, 0, 0)
+        assert figures.renewed_pulls >= 2
+        assert [peer.num_pulls for peer in await world.broker.peers()] == [0]
 
 
 async def test_a_late_peer_is_hedged_past_the_p95(world: Town) -> None:

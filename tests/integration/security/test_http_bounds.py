@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from lmcache_core.security.handshakes import MAX_HANDSHAKES
 from lmcache_servicekit import body_limit, http_protocol
 from lmcache_servicekit.http_protocol import MAX_HEAD_BYTES
 
+from tests.fixtures.guarded_services import Guarded
 from tests.fixtures.service_process import ServiceProcess, running_service
 
 TIMEOUT_S = 10.0
@@ -128,3 +131,24 @@ def test_garbage_is_told_in_the_log_once(broker: ServiceProcess) -> None:
 def test_the_bounds_of_a_service_that_nobody_has_made_impatient() -> None:
     assert (http_protocol.HEAD_TIMEOUT_S, body_limit.BODY_TIMEOUT_S) == (10.0, 10.0)
     assert Path(http_protocol.__file__).name == "http_protocol.py"
+
+
+def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
+    """Whoever connects and says nothing keeps others out only as long as its connections last, and from one listener alone."""
+    address = ("127.0.0.1", guarded.services["storage"].ports["port"])
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(MAX_HANDSHAKES + 8):
+            last = open_ones.enter_context(socket.create_connection(address, timeout=10))
+        with contextlib.suppress(ConnectionResetError):
+            assert last.recv(1) == b""
+        lm = ("127.0.0.1", guarded.services["storage"].ports["lm_port"])
+        with guarded.tls.context.wrap_socket(socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1") as other:
+            assert other.version() == "TLSv1.3"
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            with guarded.rest("storage") as client:
+                assert client.get("/healthz").status_code == 200
+            return
+        except httpx.TransportError:
+            assert time.monotonic() < deadline

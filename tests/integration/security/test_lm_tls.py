@@ -176,6 +176,31 @@ async def test_a_client_that_never_shakes_hands_is_let_go(tmp_path: Path) -> Non
             await lm.ping()
 
 
+async def test_handshakes_above_the_bound_end_at_once_and_others_are_served(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    trusted = client_tls(authority)
+    async with (
+        serving(server_tls(authority.sign("server")), hello_timeout_s=20.0, max_handshakes=4) as server,
+        client(server.port, trusted) as standing,
+        client(server.port, trusted) as newcomer,
+    ):
+        await standing.ping()
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        reader, late = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b"", "one too many"
+        late.close()
+        with pytest.raises(UnavailableError):
+            await newcomer.ping()
+        await standing.ping()
+        for _, writer in silent:
+            writer.write(b"no TLS at all")
+            writer.close()
+        await asyncio.sleep(0.1)
+        await newcomer.ping()
+
+
 async def test_a_standing_connection_ends_with_its_token() -> None:
     owners: dict[str | None, str] = {"good": "acme"}
 

@@ -162,10 +162,16 @@ async def test_many_clients_at_once_and_bad_ones_among_them(shared: ServiceProce
                     await raw.send(request_bytes("v0.3+", GET, "k")[:50])
 
     before = await metric(shared, "lmcache_storage_compat_requests_total")
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(work(i) for i in range(NUM_CLIENTS)), *(misbehave(i) for i in range(NUM_CLIENTS)))
-        while sum((closed := await metric(shared, "lmcache_storage_compat_closed_total")).values()) < NUM_CLIENTS:
-            await asyncio.sleep(0.1)
+    clients = [asyncio.create_task(do(i), name=f"{do.__name__} {i}") for do in (work, misbehave) for i in range(NUM_CLIENTS)]
+    closed: dict[str, float] = {}
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*clients)
+            while sum((closed := await metric(shared, "lmcache_storage_compat_closed_total")).values()) < NUM_CLIENTS:
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        stuck = [client.get_name() for client in clients if client.cancelled()]
+        pytest.fail(f"not served to their end: {stuck}; closed: {closed}; the service says: {shared.output[-2000:]}")
     each = NUM_CLIENTS / 4
     assert closed == {'{reason="command"}': each, '{reason="length"}': each, '{reason="short"}': 2 * each}
     requests = await metric(shared, "lmcache_storage_compat_requests_total")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import pytest
-from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
-from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
+from lmcache_core.wire.handover_log import HandoverLog
 from lmcache_core.wire.messages import ErrorMessage, Handover, Put, PutOk
+from lmcache_core.wire.served import HandoverNote
 
 from tests.fixtures.wire import MemoryStore, RawConnection, connected
 
@@ -20,6 +25,9 @@ from tests.fixtures.wire import MemoryStore, RawConnection, connected
 class TakingStore(MemoryStore):
     room = True
     is_staying = True
+
+    def stays(self, key: ChunkKey) -> bool:
+        return self.is_staying
 
     def has_room(self, num_bytes: int) -> bool:
         return self.room
@@ -34,9 +42,13 @@ def by_token(token: str | None) -> Principal:
     return Principal("home", "admin" if token == "admin" else "client", "test")
 
 
+def no_ticket(ticket: str) -> NoReturn:
+    raise AuthenticationError("no ticket is good")
+
+
 @asynccontextmanager
-async def serving(store: MemoryStore) -> AsyncIterator[LmServer]:
-    server = LmServer(store, by_token)
+async def serving(store: MemoryStore, limits: ServerLimits | None = None) -> AsyncIterator[LmServer]:
+    server = LmServer(store, by_token, limits=limits, verify_ticket=no_ticket)
     await server.open()
     try:
         yield server
@@ -86,12 +98,14 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
 async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
     """Clients still read it; but what two servers that end have of each other would be lost."""
     store, keys = TakingStore(), [make_key("a", "home")]
-    async with serving(store) as server, giver(server) as ending, giver(server, "client") as reader:
+    async with serving(store) as server, giver(server) as ending, giver(server, "client") as of_one_tenant:
+        reader = LmClient("127.0.0.1", server.port, "client")
         assert await ending.put([chunk_of("a", "home")]) == [True]
-        assert await ending.contains(keys) == await reader.contains(keys) == [True]
+        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == await reader.contains(keys) == [True]
         store.is_staying = False
-        assert await ending.contains(keys) == [False]
+        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == [False]
         assert await reader.contains(keys) == [True]
+        await reader.close()
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])
@@ -131,3 +145,77 @@ async def test_a_damaged_one_is_refused_and_the_connection_goes_on() -> None:
         assert await say(raw, 3, Handover("rival", 0, True), bytes(record)) == PutOk(False, "corrupt")
         assert await say(raw, 4, Put(), bytes(record)) == PutOk(False, "corrupt")
         assert set(store.chunks) == {make_key("a", "acme")}
+
+
+class Bucket:
+    """Admits so many requests, and one more whenever it is told to."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free = num_free
+        self.asked: set[str] = set()
+
+    def admit(self, tenant: str) -> None:
+        self.asked.add(tenant)
+        if not self.num_free:
+            raise CapacityError("asks too often")
+        self.num_free -= 1
+
+
+async def test_handovers_count_as_requests_of_who_hands_over_and_wait_their_turn() -> None:
+    store, bucket = TakingStore(), Bucket(1)
+    async with serving(store, ServerLimits(admit=bucket.admit, pace_s=0.3)) as server, giver(server) as client:
+        assert await client.hand_over([chunk_of("a", "acme"), chunk_of("b", "acme")], may_evict=True) == [True, False]
+        assert bucket.asked == {"home"}
+        assert set(store.chunks) == {make_key("a", "acme")}
+        begin = time.monotonic()
+        waiting = asyncio.create_task(client.hand_over([chunk_of("b", "acme")], may_evict=True))
+        await asyncio.sleep(0.1)
+        bucket.num_free = 1
+        assert await waiting == [True]
+        assert time.monotonic() - begin < 5
+        assert client.is_connected
+
+
+async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
+    store, notes = TakingStore(), list[HandoverNote]()
+    async with serving(store, ServerLimits(note_handovers=notes.append)) as server:
+        async with giver(server) as client:
+            for name, tenant in (("a", "acme"), ("b", "rival"), ("c", "acme")):
+                assert await client.hand_over([chunk_of(name, tenant)], may_evict=True) == [True]
+            assert [note.num_chunks for note in notes] == [1], "the rest in a minute, or at the end"
+        size = len(make_payload("a"))
+        caller = by_token("admin")
+        await until(lambda: len(notes) == 2)
+        assert "127.0.0.1" in (address := notes[0].client)
+        assert notes[0] == HandoverNote(caller, address, ("acme",), 1, size, 0)
+        assert notes[1] == HandoverNote(caller, address, ("acme", "rival"), 2, len(make_payload("b")) + len(make_payload("c")), 0)
+        for token in ("client", None):
+            async with connected(server.port) as raw:
+                await raw.hello(token, capabilities=["handover"])
+                await raw.say(2, Handover("acme", 0, True), make_chunk("d").head + make_payload("d"))
+                _, message, _ = await raw.read()
+                assert isinstance(message, ErrorMessage)
+            await until(lambda: notes[-1].num_refused == 1)
+            note = notes.pop()
+            assert (note.caller, note.tenants) == (None if token is None else by_token(token), ("acme",))
+            assert (note.num_chunks, note.num_bytes, note.num_refused) == (0, 0, 1)
+        assert len(notes) == 2
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_long_handover_is_a_note_a_minute() -> None:
+    now, notes = 0.0, list[HandoverNote]()
+    log = HandoverLog(notes.append, "10.0.0.1", lambda: now)
+    for number in range(130):
+        log.add(None, f"tenant-{number}", 10, number % 2 == 0)
+        now += 1.0
+    log.tell()
+    log.tell()
+    assert [note.num_chunks + note.num_refused for note in notes] == [1, 60, 60, 9]
+    assert [len(note.tenants) for note in notes] == [1, 16, 16, 9]
+    assert sum(note.num_bytes for note in notes) == 650

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
+from lmcache_broker.peers import pulls
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
 from lmcache_broker.transfers import desk as module
 from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.desk import TransferDesk
 from lmcache_broker.transfers.service import TransferPlan
-from lmcache_core.security import Principal
+from lmcache_core.security import Principal, TicketVerifier
 
-from tests.fixtures.broker import ACME, OPERATOR, RIVAL, FakeClock, peer, transfer_service
+from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_service
 
 MAX_PULLS = 2
 TTL_MS = 5_000
@@ -136,11 +138,67 @@ async def test_who_gives_up_takes_no_place(office: Office) -> None:
 
 async def test_nobody_ends_another_ones_pull(office: Office) -> None:
     plan = await office.ask("r1")
-    pulls = [pull.pull for pull in plan.assignments]
-    assert await office.desk.end(ACME, "r2", pulls) == 0
-    assert await office.desk.end(RIVAL, "r1", pulls) == 0
-    assert await office.desk.end(ACME, "r1", pulls) == 1
-    assert await office.desk.end(ACME, "r1", pulls) == 0
+    ids = [pull.pull for pull in plan.assignments]
+    assert await office.desk.end(ACME, "r2", ids) == 0
+    assert await office.desk.end(RIVAL, "r1", ids) == 0
+    assert await office.desk.end(ACME, "r1", ids) == 1
+    assert await office.desk.end(ACME, "r1", ids) == 0
+
+
+async def test_who_waits_holds_nobody_off_from_peers_that_it_cannot_see(office: Office) -> None:
+    """It may name any id as a holder, also that of another tenant's peer."""
+    office.directory.announce(RIVAL, peer("theirs"), load=0.0, ttl_ms=600_000, draining=False)
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    waiting = asyncio.create_task(office.ask("r3", holders=("a", "theirs")))
+    async with asyncio.timeout(2):
+        while not office.desk.num_waiting:
+            await asyncio.sleep(0)
+    assert len((await office.ask("r", RIVAL, wait_ms=0, holders=("theirs",))).assignments) == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_who_is_served_when_its_time_is_just_over_has_its_place(office: Office) -> None:
+    """Otherwise the place would be taken until the end of the ticket, and nobody would use it."""
+    for name in ("r1", "r2"):
+        await office.ask(name)
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.create_task(office.ask("r3", wait_ms=20))
+    async with asyncio.timeout(2):
+        while not office.desk.num_waiting:
+            await asyncio.sleep(0)
+    (waiter,) = office.desk._waiting
+    served = TransferPlan([], ["c"], [])
+    time.sleep(0.03)  # its time is over when the loop looks next, and right before that it is served
+    loop.call_soon(waiter.answer.set_result, served)
+    assert (await waiting) is served
+
+
+async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
+    plan = await office.ask("r1")
+    (pull,) = plan.assignments
+    for _ in range(3):
+        office.clock.now_s += TTL_MS / 1000 * 0.6
+        assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
+        assert await office.desk.renew(RIVAL, "r1", [pull.pull]) == []
+        (renewed,) = await office.desk.renew(ACME, "r1", [pull.pull, "unheard-of"])
+        assert (renewed.pull, renewed.ttl_ms) == (pull.pull, TTL_MS)
+        assert TicketVerifier(KEYS, "a", office.clock.unix_ms).verify(renewed.ticket).requester == "r1"
+    assert office.directory.get(ACME, "a").num_pulls == 1
+    office.clock.now_s += TTL_MS / 1000
+    assert await office.desk.renew(ACME, "r1", [pull.pull]) == [], "it has ended"
+    assert office.directory.get(ACME, "a").num_pulls == 0
+
+
+async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old,) = (await office.ask("r1")).assignments
+    monkeypatch.setattr(pulls, "MAX_PULL_S", 4.0)
+    office.clock.now_s += 4.5
+    assert await office.desk.renew(ACME, "r1", [old.pull]) == []
+    (pull,) = (await office.ask("r2")).assignments
+    office.directory.announce(OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False)
+    assert await office.desk.renew(ACME, "r2", [pull.pull]) == []
 
 
 async def test_the_queue_is_bounded_for_each_tenant_and_for_all(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:

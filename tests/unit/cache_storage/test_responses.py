@@ -115,3 +115,14 @@ async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(stack
     memory.byte_array[:] = b"\xa5" * len(memory.byte_array)
     memory.ref_count_down()
     assert client.body.endswith(make_payload(0, PAYLOAD_BYTES))
+
+
+@pytest.mark.parametrize(("names", "num_found"), [([], 0), (["absent"], 0), ([0, "absent"], 1), ([0, 1], 2), ([0, 1, 2], None)])
+async def test_the_length_of_an_answer_that_was_read_at_once_is_told(stack: TierStack, names: list[object], num_found: int | None) -> None:
+    client = Client(0)
+    answer = RecordsResponse(LocalStore(stack, lambda: True), [make_key(name) for name in names], LIMITS)
+    await answer({"type": "http"}, receive, client)
+    lengths = [value for name, value in client.messages[0]["headers"] if name == b"content-length"]
+    record_bytes = make_chunk(0, payload=make_payload(0, PAYLOAD_BYTES)).num_bytes
+    assert lengths == ([] if num_found is None else [str(len(client.body)).encode()])
+    assert len(client.body) == record_bytes * (len(names) if num_found is None else num_found)

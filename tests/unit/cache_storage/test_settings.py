@@ -47,6 +47,15 @@ def test_options_and_defaults() -> None:
         "node": "",
         "tier_timeout_s": 2.0,
         "drain_timeout_s": 10.0,
+        "s3_bucket": None,
+        "s3_prefix": "lmcache/",
+        "s3_endpoint_url": None,
+        "s3_region": "us-east-1",
+        "s3_path_style": True,
+        "s3_ca_file": None,
+        "s3_access_key_file": None,
+        "s3_secret_key_file": None,
+        "s3_timeout_s": 10.0,
     }
     settings = load()
     assert {name: getattr(settings, name) for name in own} == own

@@ -109,13 +109,14 @@ async def test_a_slot_on_its_way_is_asked_for_where_it_goes() -> None:
     assert ("ASKING", *LOW.words) in world.b.asked
 
 
-def about(role: str, run_id: str, epoch: int) -> Callable[[Command], Any]:
+def about(role: str, run_id: str, epoch: int, mark: bytes | None = None) -> Callable[[Command], Any]:
+    """A server that tells of itself, and of the marks of its buckets, else it refuses."""
     texts = {
         ("INFO", "server"): f"# Server\r\nrun_id:{run_id}\r\n",
         ("INFO", "replication"): f"role:{role}\r\n",
         ("CLUSTER", "INFO"): f"cluster_state:ok\r\ncluster_current_epoch:{epoch}\r\n",
     }
-    return lambda command: texts[command.words].encode()
+    return lambda command: texts[command.words].encode() if command.words in texts else mark or ResponseError("OOM")
 
 
 async def test_masters_are_seen_anew_after_a_while() -> None:
@@ -125,6 +126,14 @@ async def test_masters_are_seen_anew_after_a_while() -> None:
     assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb")
     world.clock.now_s += MASTERS_FRESH_S
     assert await world.shards.masters_seen() == MastersSeen(9, "aa,cc")
+
+
+async def test_marks_of_buckets_are_seen_where_they_are_told() -> None:
+    world = World(about("master", "bb", 7, b"1"), about("master", "aa", 8, b"2"))
+    assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb", ",".join("1" * 32 + "2" * 32))
+    world.b.answer = about("master", "aa", 8)
+    world.clock.now_s += MASTERS_FRESH_S
+    assert await world.shards.masters_seen() == MastersSeen(8, "aa,bb")
 
 
 @pytest.mark.parametrize("second", [about("slave", "aa", 8), LostConnectionError("gone"), ResponseError("NOPERM")])

@@ -31,6 +31,8 @@ def test_the_list_of_options_is_known() -> None:
         "max_ttl_ms",
         "min_ttl_ms",
         "port",
+        "redis_sentinel_password_file",
+        "redis_sentinel_username",
         "redis_timeout_ms",
         "redis_tls_ca_file",
         "redis_tls_cert_file",

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from lmcache_core.security import RateLimiter
-from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS
+from lmcache_core.security import Principal, RateLimiter
+from lmcache_core.wire.served import HandoverNote
+from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS, handover_audit
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.state import service_state
 
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, SampleSettings, asgi_client, create_app, write_tokens
+
+CALLER = Principal("acme", "admin", "storage-1")
 
 
 @pytest.fixture
@@ -124,3 +127,24 @@ def test_the_setting_reaches_the_limiter() -> None:
     limiter = service_state(create_app(SampleSettings(rate_limit_per_tenant=2))).limiter
     assert limiter is not None
     assert [limiter.wait_s("a") > 0 for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("note", "who", "result"),
+    [
+        (HandoverNote(CALLER, "10.0.0.1", ("acme", "rival"), 7, 700, 2), "storage-1", "done"),
+        (HandoverNote(CALLER, "10.0.0.1", ("acme",), 0, 0, 2), "storage-1", "refused"),
+        (HandoverNote(None, "10.0.0.1", ("acme",), 0, 0, 1), None, "refused"),
+    ],
+)
+def test_what_servers_hand_over_is_a_line(audit: pytest.LogCaptureFixture, note: HandoverNote, who: str | None, result: str) -> None:
+    handover_audit("lmcache-storage", "storage-0")(note)
+    (line,) = lines(audit)
+    assert (line["service"], line["instance"], line["what"]) == ("lmcache-storage", "storage-0", "lm:// HANDOVER")
+    assert (line["who"], line["client"], line["status"], line["result"]) == (who, "10.0.0.1", None, result)
+    assert line["details"] == {
+        "tenants": list(note.tenants),
+        "num_chunks": note.num_chunks,
+        "num_bytes": note.num_bytes,
+        "num_refused": note.num_refused,
+    }

@@ -11,7 +11,7 @@ from lmcache_storage.chunks.service import ChunkService
 from lmcache_storage.parts import StorageParts
 
 
-def storage_parts(request: Request) -> StorageParts:
+async def storage_parts(request: Request) -> StorageParts:
     """The running storage, which the lifespan has put into the app."""
     parts = request.app.state.storage
     assert isinstance(parts, StorageParts)
@@ -34,7 +34,7 @@ AcceptHeader = Annotated[
 ]
 
 
-def chunk_service(parts: Parts, accept: AcceptHeader = "") -> ChunkService:
+async def chunk_service(parts: Parts, accept: AcceptHeader = "") -> ChunkService:
     """The chunks, as the caller wants to see them."""
     words = {word.strip().lower() for word in accept.split(",")}
     return parts.chunks.for_client(Accepts(lossy=LOSSLESS not in words))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lmcache_core.errors import UnavailableError
 from lmcache_core.storage import LocalDiskBackend
 from lmcache_servicekit.health import HealthRegistry
@@ -9,9 +11,12 @@ from lmcache_servicekit.health import HealthRegistry
 from lmcache_storage.parts import StorageParts
 from lmcache_storage.problems import DrainingError
 
+if TYPE_CHECKING:
+    from lmcache_storage.s3.backend import S3Backend
+
 
 def add_health_checks(health: HealthRegistry, parts: StorageParts) -> None:
-    """Register the checks. Without disk, lookup or broker the storage still serves from memory: they only degrade it."""
+    """Register the checks. Without disk, bucket, lookup or broker the storage still serves from memory: they only degrade it."""
 
     async def stores() -> str:
         if not parts.chunks.gate.is_open():
@@ -37,6 +42,8 @@ def add_health_checks(health: HealthRegistry, parts: StorageParts) -> None:
     for tier in parts.tiers:
         if isinstance(tier, LocalDiskBackend):
             _add_disk_check(health, tier)
+    if parts.bucket is not None:
+        _add_bucket_check(health, parts.bucket)
     if parts.reporter is not None:
         health.add("lookup", lookup, required=False)
     if parts.registration is not None:
@@ -51,3 +58,13 @@ def _add_disk_check(health: HealthRegistry, disk: LocalDiskBackend) -> None:
         return "its directory is being read" if figures["is_loading"] else f"{figures['num_chunks']} chunks"
 
     health.add("disk", takes_writes, required=False)
+
+
+def _add_bucket_check(health: HealthRegistry, bucket: S3Backend) -> None:
+    async def answers() -> str:
+        await bucket.probe()
+        if bucket.refuses_writes:
+            raise UnavailableError("the bucket does not take writes; new chunks are kept in memory and on disk only")
+        return "answers"
+
+    health.add("s3", answers, required=False)

@@ -20,9 +20,10 @@ from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend
+from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
+from lmcache_servicekit.audit import handover_audit
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
 from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.state import ServiceState, service_state
@@ -33,16 +34,20 @@ from lmcache_storage.handover.door import HandoverDoor
 from lmcache_storage.handover.drain import Drain
 from lmcache_storage.handover.finding import create_members
 from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.leaving import Leaving, StayingStore
 from lmcache_storage.handover.mover import Mover
 from lmcache_storage.handover.neighbours import Neighbours
 from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
 from lmcache_storage.health import add_health_checks
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.parts import StorageParts
+from lmcache_storage.s3 import S3_TIER, create_s3_backend
 from lmcache_storage.settings import StorageSettings
 
 CLIENT_TIMEOUT_S = 1.0
 PIN_CHECK_S = 1.0
+PENDING_S3_SHARE = 8
+"""What waits to be written to the bucket may hold one part in this many of the memory: less than handovers wait for."""
 
 
 @asynccontextmanager
@@ -71,14 +76,20 @@ class _Opening:
     async def open(self) -> StorageParts:
         settings = self._settings
         hot, disk = await self._make_tiers()
-        below = None if disk is None else BreakerBackend(disk)
-        stack = TierStack(hot, [] if below is None else [below], listener=self._announcer)
+        below = None if disk is None else BreakerBackend(MeteredBackend(disk))
+        bucket = create_s3_backend(settings)
+        further = None if bucket is None else BreakerBackend(LoggedBackend(MeteredBackend(bucket)))
+        slower = [tier for tier in (below, further) if tier is not None]
+        pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
+        stack = TierStack(hot, slower, listener=self._announcer, pending_bytes=pending_bytes)
         self._exits.push_async_callback(stack.close, settings.drain_timeout_s)
         await stack.open()
         gate, counters = Gate(), Counters()
-        limits = ServerLimits(max_connections=settings.max_connections, max_blob_bytes=settings.max_record_bytes, admit=self._state.admit)
+        limits = self._limits()
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
-        store = HandoverDoor(ServedDoor(LocalStore(stack, gate.is_open, settings.tier_timeout_s)), counters, held, stack, gate.is_open)
+        leaving = Leaving()
+        served = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving))
+        store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
         lm_server = LmServer(
@@ -112,6 +123,7 @@ class _Opening:
             pins,
             drain,
             neighbours,
+            bucket,
         )
         if registration is not None:
             drain.when_it_begins(registration.drain)
@@ -119,6 +131,16 @@ class _Opening:
             self._state.before_stop.append(drain.run)  # while REST tells how far it is, and both doors still serve
         add_health_checks(self._state.health, parts)
         return parts
+
+    def _limits(self) -> ServerLimits:
+        """Of both doors."""
+        settings = self._settings
+        return ServerLimits(
+            max_connections=settings.max_connections,
+            max_blob_bytes=settings.max_record_bytes,
+            admit=self._state.admit,
+            note_handovers=handover_audit("lmcache-storage", settings.instance_id),
+        )
 
     async def _know_the_others(
         self, stack: TierStack, held: HeldChunks, door: HandoverDoor, pins: PinBoard, counters: Counters, gate: Gate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import InstanceReporter
@@ -15,6 +16,9 @@ from lmcache_core.wire import LmServer
 from lmcache_storage.chunks.service import ChunkDoor
 from lmcache_storage.handover.drain import Drain
 from lmcache_storage.handover.neighbours import Neighbours
+
+if TYPE_CHECKING:
+    from lmcache_storage.s3.backend import S3Backend
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class StorageParts:
         pins: What operators keep in memory.
         drain: The way to this instance's end.
         neighbours: The other servers; None where none are configured.
+        bucket: The further store; None where none is configured.
     """
 
     instance: str
@@ -46,6 +51,7 @@ class StorageParts:
     pins: PinBoard
     drain: Drain
     neighbours: Neighbours | None
+    bucket: S3Backend | None
 
     @property
     def is_settled(self) -> bool:

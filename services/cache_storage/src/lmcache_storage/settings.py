@@ -11,15 +11,17 @@ from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
 from lmcache_core.storage.remote.addresses import hosts_of
 from lmcache_servicekit.settings import Port, is_loopback
-from lmcache_servicekit.tier_settings import BYTES_PER_GB, TierSettings
+from lmcache_servicekit.tier_settings import BYTES_PER_GB
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
+
+from lmcache_storage.s3.settings import S3Settings
 
 BYTES_PER_MB = 1 << 20
 
 
-class StorageSettings(TierSettings):
-    """Options of the storage beside those of every tier; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
+class StorageSettings(S3Settings):
+    """Options of the storage beside those of every tier and of the further store; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
 
     Attributes:
         port: REST.
@@ -45,7 +47,7 @@ class StorageSettings(TierSettings):
         tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs the role `admin`.
         zone: Failure domain of this instance.
         node: Machine of this instance.
-        tier_timeout_s: Longest wait on the disk for one request, seconds.
+        tier_timeout_s: Longest wait on the disk and the bucket for one request, seconds.
         drain_timeout_s: How long pending writes and the handover may take at the end, seconds.
     """
 

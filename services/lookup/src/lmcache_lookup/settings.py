@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Final
-
-from lmcache_servicekit.settings import Port, ServiceSettings
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from lmcache_servicekit.redis_settings import RedisSettings
+from lmcache_servicekit.settings import Port
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-_TLS_SCHEMES: Final = ("rediss://", "rediss-sentinel://", "rediss-cluster://")
-_REDIS_SCHEMES: Final = ("redis://", "redis-sentinel://", "redis-cluster://", *_TLS_SCHEMES, "unix://")
 
-
-def _check_redis_url(url: SecretStr) -> SecretStr:
-    """The text of the error does not repeat the URL: it may hold a password."""
-    if not url.get_secret_value().startswith(_REDIS_SCHEMES):
-        raise ValueError(f"a Redis URL begins with one of {', '.join(_REDIS_SCHEMES)}")
-    return url
-
-
-class LookupSettings(ServiceSettings):
-    """Options of `lmcache-lookup`; variables are `LMCACHE_LOOKUP_…`.
+class LookupSettings(RedisSettings):
+    """Options of `lmcache-lookup`, beside those that say where Redis is; variables are `LMCACHE_LOOKUP_…`. The index lies in Redis.
 
     Attributes:
         workers: Processes that serve the port; more than one needs `redis_url`.
-        redis_url: Where the index lives, password included; None keeps it in this process, which then must be the only replica. One of
-            `redis://[user:password@]host:port[/database]`, `unix://[user:password@]/path`,
-            `redis-sentinel://[user:password@]host:port,host:port/service` and `redis-cluster://[user:password@]host:port,host:port`
-            (a few servers of the cluster to begin with); with `rediss` for `redis`, over TLS.
-        redis_tls_ca_file: Authorities (PEM), one of which must have signed the servers' certificates; None: those of the system.
-        redis_tls_cert_file: Our certificate (PEM), where the servers want one.
-        redis_tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
         redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing known".
         redis_write_timeout_ms: Limit on the index's part of leases and events.
         entry_ttl_s: What nobody has written to for this long leaves Redis by itself, in seconds.
@@ -47,10 +28,6 @@ class LookupSettings(ServiceSettings):
 
     port: Port = 8081
     workers: int = Field(default=1, ge=1, le=64)
-    redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
-    redis_tls_ca_file: Path | None = None
-    redis_tls_cert_file: Path | None = None
-    redis_tls_key_file: Path | None = None
     redis_timeout_ms: int = Field(default=100, ge=1, le=60_000)
     redis_write_timeout_ms: int = Field(default=800, ge=1, le=60_000)
     entry_ttl_s: int = Field(default=86_400, ge=60)
@@ -60,17 +37,6 @@ class LookupSettings(ServiceSettings):
     min_ttl_ms: int = Field(default=1_000, ge=1)
     max_ttl_ms: int = Field(default=300_000, ge=1)
     sweep_interval_s: float = Field(default=0.25, gt=0, le=3600)
-
-    @model_validator(mode="after")
-    def _check_redis_tls(self) -> LookupSettings:
-        if self.redis_tls_key_file and not self.redis_tls_cert_file:
-            raise ValueError("redis_tls_key_file is set, but redis_tls_cert_file is not: set it, or leave the key out")
-        has_files = self.redis_tls_ca_file or self.redis_tls_cert_file
-        if has_files and not (self.redis_url and self.redis_url.get_secret_value().startswith(_TLS_SCHEMES)):
-            raise ValueError(
-                f"redis_tls_… files are set, but redis_url is none of {', '.join(_TLS_SCHEMES)}: write it so, or leave them out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_ttls(self) -> LookupSettings:

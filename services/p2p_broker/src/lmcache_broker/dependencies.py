@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
+from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 
 from lmcache_broker.peers.registry import PeerRegistry
@@ -25,13 +26,14 @@ class BrokerParts:
     desk: TransferDesk
     hot: HotChunks
 
-    def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
-        """What a peer is to copy to others; it is told once."""
+    async def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
+        """What a peer is to copy to others, as this broker and the others want it; it is told once."""
         orders = self.hot.orders_for(principal, peer_id, time.monotonic())
-        return [CopyView.model_validate(order) for order in orders]
+        orders += await self.registry.take_orders(principal.tenant, peer_id)
+        return [CopyView.model_validate(order) for order in orders[:MAX_COPIES_PER_LEASE]]
 
 
-def broker_parts(request: Request) -> BrokerParts:
+async def broker_parts(request: Request) -> BrokerParts:
     """The running broker."""
     parts = request.app.state.broker
     assert isinstance(parts, BrokerParts)

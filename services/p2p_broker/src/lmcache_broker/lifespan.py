@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
+from lmcache_servicekit.redis_target import RedisTarget
+from lmcache_servicekit.sentinel_login import sentinel_login
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.dependencies import BrokerParts
@@ -33,7 +35,8 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         if settings.ticket_keys is None and settings.ticket_keys_file is None:
             logger.warning("no ticket keys are set: peers that check tickets will refuse those of this broker")
         registry = PeerRegistry(
-            PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)), _shared(settings)
+            PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)),
+            create_shared_peers(settings),
         )
         signer = TicketSigner(ticket_keys)
         transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
@@ -65,7 +68,13 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
     return lifespan
 
 
-def _shared(settings: BrokerSettings) -> RedisPeers | None:
+def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
+    """What brokers share, as the settings say; None where this one is alone. Connects to nothing.
+
+    Raises:
+        ConfigError: The URL, a file for TLS, or the password of the sentinels cannot be read.
+    """
     if settings.redis_url is None:
         return None
-    return RedisPeers(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1000)
+    target = RedisTarget.read(settings.redis_url.get_secret_value(), settings.redis_tls, sentinel_login(settings))
+    return RedisPeers(target, settings.redis_timeout_ms / 1000)

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated, Final, Self
-from urllib.parse import urlsplit
+from typing import Final, Self
 
 from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys
+from lmcache_servicekit.redis_settings import RedisSettings
 from lmcache_servicekit.settings import Port, is_loopback
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lmcache_broker.discovery.settings import DiscoverySettings
-from lmcache_broker.peers.redis_peers import REDIS_SCHEMES
 
 _EPHEMERAL_KEY_ID: Final = "ephemeral"
 
 
-def _check_redis_url(url: SecretStr) -> SecretStr:
-    """The text of the error does not repeat the URL: it may hold a password."""
-    if urlsplit(url.get_secret_value()).scheme not in REDIS_SCHEMES:
-        raise ValueError(f"a Redis URL begins with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
-    return url
-
-
-class BrokerSettings(DiscoverySettings):
-    """Options of the broker, beside those of discovery.
+class BrokerSettings(DiscoverySettings, RedisSettings):
+    """Options of the broker, beside those of discovery and those that say where Redis is, in which several brokers share leases and pulls.
 
     Attributes:
         port: REST and the web page.
@@ -41,8 +33,7 @@ class BrokerSettings(DiscoverySettings):
         max_pulls_per_peer: Pulls that one peer serves at once.
         hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further holders; 0: never.
         hot_chunk_copies: How many it should have then.
-        redis_url: Where several brokers share leases and pulls, password included; None: this one must be the only replica.
-        redis_timeout_ms: Limit on each call to it; after it this broker answers from its own memory.
+        redis_timeout_ms: Limit on each call to Redis; after it this broker answers from its own memory.
     """
 
     model_config = SettingsConfigDict(env_prefix="LMCACHE_BROKER_")
@@ -58,7 +49,6 @@ class BrokerSettings(DiscoverySettings):
     max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
     hot_chunk_pulls: int = Field(default=16, ge=0, le=1_000_000)
     hot_chunk_copies: int = Field(default=3, ge=1, le=16)
-    redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
     redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
 
     @field_validator("ticket_keys")

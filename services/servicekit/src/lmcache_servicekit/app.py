@@ -14,6 +14,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
 
 from lmcache_servicekit.audit import AuditMiddleware
+from lmcache_servicekit.auth import GuardedRoute
 from lmcache_servicekit.body_limit import DEFAULT_MAX_BODY_BYTES, BodyLimitMiddleware
 from lmcache_servicekit.health import HealthRegistry, create_health_router
 from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
@@ -96,15 +97,17 @@ def create_service_app(
         settings: The service's settings.
         distribution: Name of the installed distribution, which is also the command, for example `lmcache-lookup`.
         lifespan: Opens and closes the service's own parts; `service_state(app)` is there when it is entered.
-        routers: The service's routes, with full paths: `APIRouter(prefix="/v1")`, since a prefix that is given to
-            `include_router` does not reach the metrics' route label.
+        routers: The service's routes, each a `GuardedRoute`, with full paths: `APIRouter(prefix="/v1", route_class=GuardedRoute)`,
+            since a prefix that is given to `include_router` does not reach the metrics' route label.
         bodies: Bounds of request bodies; None means 4 MiB everywhere.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: everybody's.
 
     Raises:
         ConfigError: The token file or a certificate cannot be read.
+        TypeError: A route lets in whoever comes.
     """
+    _refuse_unguarded(routers)
     version = version_of(distribution)
     app = ServiceApp(
         title=distribution, version=version, lifespan=_with_own_parts(lifespan), docs_url=None, redoc_url=None, redirect_slashes=False
@@ -123,9 +126,15 @@ def create_service_app(
     app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
     install_problem_handlers(app, problems)
-    for router in (create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings), *routers):
+    for router in (*routers, create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings)):
         app.include_router(router)
     return app
+
+
+def _refuse_unguarded(routers: Sequence[APIRouter]) -> None:
+    for route in (route for router in routers for route in router.routes):
+        if not isinstance(route, GuardedRoute):
+            raise TypeError(f"{route} lets in whoever comes: make it by APIRouter(route_class=GuardedRoute)")
 
 
 @asynccontextmanager

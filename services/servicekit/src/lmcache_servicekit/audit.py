@@ -1,7 +1,8 @@
 """The audit log: one JSON line for each admin action, done or refused, on a logger of its own.
 
-What is written is decided by the layer that checks the role, so that no route can forget it. Of a request's body only the fields of
-`AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and no secret.
+What is written is decided by the layer that checks the role, so that no route can forget it; chunks that servers hand over by lm:// are
+counted into lines, too. Of a request's body only the fields of `AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and
+no secret.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from fastapi import Request
 from lmcache_core.security import Principal
+from lmcache_core.wire.served import HandoverNote, NoteHandovers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 AUDIT_LOGGER: Final = "lmcache.audit"
@@ -99,24 +101,42 @@ class AuditMiddleware:
         finally:
             entry = scope.get(_SCOPE_KEY)
             if isinstance(entry, AuditEntry):
-                self._write(entry, status)
+                _write(self._service, self._instance, entry, status, _result(status))
 
-    def _write(self, entry: AuditEntry, status: int) -> None:
-        principal = entry.principal
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "service": self._service,
-            "instance": self._instance,
-            "who": None if principal is None else principal.name,
-            "tenant": None if principal is None else principal.tenant,
-            "role": None if principal is None else principal.role,
-            "client": entry.client,
-            "what": entry.action,
-            "details": entry.details or {},
-            "status": status,
-            "result": _result(status),
-        }
-        logger.info("%s", json.dumps(line))
+
+def handover_audit(service: str, instance: str) -> NoteHandovers:
+    """What writes the lines of chunks that other servers hand over by lm://, which has no status.
+
+    Args:
+        service: Name of the service.
+        instance: Name of this process among its peers.
+    """
+
+    def write(note: HandoverNote) -> None:
+        details = {name: getattr(note, name) for name in ("tenants", "num_chunks", "num_bytes", "num_refused")}
+        principal = note.caller if isinstance(note.caller, Principal) else None
+        entry = AuditEntry("lm:// HANDOVER", note.client, principal, details)
+        _write(service, instance, entry, None, "done" if note.num_chunks else "refused")
+
+    return write
+
+
+def _write(service: str, instance: str, entry: AuditEntry, status: int | None, result: str) -> None:
+    principal = entry.principal
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "service": service,
+        "instance": instance,
+        "who": None if principal is None else principal.name,
+        "tenant": None if principal is None else principal.tenant,
+        "role": None if principal is None else principal.role,
+        "client": entry.client,
+        "what": entry.action,
+        "details": entry.details or {},
+        "status": status,
+        "result": result,
+    }
+    logger.info("%s", json.dumps(line))
 
 
 def _result(status: int) -> str:

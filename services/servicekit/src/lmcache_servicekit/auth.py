@@ -1,11 +1,13 @@
-"""Who is calling, whether it may, and how often: the dependencies that routes under `/v1` take."""
+"""Who is calling, whether it may, and how often: the dependencies that routes under `/v1` take, and the routes that ask them first."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from lmcache_core.security import Principal, Role
 
@@ -14,42 +16,86 @@ from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.state import service_state
 
 _bearer = HTTPBearer(auto_error=False, description="A token of the service's token file; none is needed where none is configured.")
+_SCOPE_KEY: Final = "lmcache.principal"
 
 
-def require_role(role: Role) -> Callable[..., Awaitable[Principal]]:
-    """A dependency that lets in callers with `role`, or with `admin`, and returns who they are.
+class RoleRequired:
+    """A dependency that lets in callers with a role, or with `admin`, and returns who they are. See `require_role`.
 
-    The returned dependency raises `AuthenticationError` for a missing or unknown token, `PermissionDeniedError` for a lesser role or
-    another tenant's, and `ThrottledError` where the tenant asks too often. What needs `admin` and changes something is written to the
-    audit log, whatever becomes of it.
+    Attributes:
+        role: The role.
     """
 
-    async def authenticate(request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Principal:
+    def __init__(self, role: Role) -> None:
+        self.role = role
+
+    async def __call__(self, request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Principal:
+        """Who `GuardedRoute` has let in."""
+        principal: Principal = request.scope[_SCOPE_KEY]
+        return principal
+
+    async def admit(self, request: Request) -> Principal:
+        """Find out who calls, and let it in. Once for each request. Raises as `require_role` says."""
+        credentials = await _bearer(request)
         state = service_state(request.app)
-        entry = begin_audit(request) if role == "admin" else None
+        entry = begin_audit(request) if self.role == "admin" else None
         principal = state.tokens.authenticate(None if credentials is None else credentials.credentials)
         if entry is not None:
             entry.principal = principal
         state.admit(principal.tenant)
         if principal.role != "admin":
-            if role == "admin":
+            if self.role == "admin":
                 raise PermissionDeniedError("this call needs a token with the role admin")
             if state.only_tenant not in (None, principal.tenant):
                 raise PermissionDeniedError("this service belongs to another tenant")
         if entry is not None:
             await note_body(request, entry)
+        request.scope[_SCOPE_KEY] = principal
         return principal
 
-    return authenticate
+
+class GuardedRoute(APIRoute):
+    """A route whose caller is let in before anything of its request is read: who is not, does not learn what a good request would be.
+
+    FastAPI parses a body before it asks the dependencies. A route whose endpoint and router ask for no role is refused when it is
+    made, so that none can forget it; `create_service_app` takes no other routes.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        guard = self.guard()
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            await guard.admit(request)
+            return await answer(request)
+
+        return handle
+
+    def guard(self) -> RoleRequired:
+        """What lets callers in: the strictest of what endpoint and router ask for."""
+        asked = {required.role: required for required in _required(self.dependant)}
+        if not asked:
+            raise TypeError(f"{self.path}: its endpoint takes no ClientPrincipal and no AdminPrincipal, so that anybody could call it")
+        return asked.get("admin") or asked["client"]
 
 
-_authenticate_client = require_role("client")
+def _required(dependant: Dependant) -> Iterator[RoleRequired]:
+    for needed in dependant.dependencies:
+        if isinstance(needed.call, RoleRequired):
+            yield needed.call
+        yield from _required(needed)
 
 
-async def client_of(request: Request) -> Principal:
-    """What `ClientPrincipal` gives, for routes that take their parts by themselves. Raises as `require_role` says."""
-    return await _authenticate_client(request, await _bearer(request))
+def require_role(role: Role) -> RoleRequired:
+    """A dependency of a `GuardedRoute` that lets in callers with `role`, or with `admin`, and returns who they are.
+
+    The route then raises `AuthenticationError` for a missing or unknown token, `PermissionDeniedError` for a lesser role or
+    another tenant's, and `ThrottledError` where the tenant asks too often. What needs `admin` and changes something is written to the
+    audit log, whatever becomes of it.
+    """
+    return RoleRequired(role)
 
 
-ClientPrincipal = Annotated[Principal, Depends(_authenticate_client)]
+ClientPrincipal = Annotated[Principal, Depends(require_role("client"))]
 AdminPrincipal = Annotated[Principal, Depends(require_role("admin"))]

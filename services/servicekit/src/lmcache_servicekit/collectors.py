@@ -13,6 +13,8 @@ from lmcache_core.telemetry import (
     CODEC_WORST_RMS_RELATIVE_ERROR,
     LABEL_PROFILE,
     LABEL_TIER,
+    TIER_BYTES_TOTAL,
+    TIER_CALLS_TOTAL,
     Counters,
     MeasuredError,
 )
@@ -23,8 +25,10 @@ TIER_CHUNKS: Final = "lmcache_tier_chunks"
 TIER_USED_BYTES: Final = "lmcache_tier_used_bytes"
 TIER_CAPACITY_BYTES: Final = "lmcache_tier_capacity_bytes"
 TIER_PENDING_BYTES: Final = "lmcache_tier_pending_bytes"
+TIER_SECONDS_TOTAL: Final = "lmcache_tier_seconds_total"
 TIER_EVENTS_TOTAL: Final = "lmcache_tier_events_total"
 LABEL_EVENT: Final = "event"
+LABEL_OPERATION: Final = "operation"
 
 _GAUGES: Final = MappingProxyType(
     {
@@ -34,6 +38,7 @@ _GAUGES: Final = MappingProxyType(
         "pending_write_bytes": (TIER_PENDING_BYTES, "Bytes that wait to be written to the tier."),
     }
 )
+_OPERATIONS: Final = ("contains", "get", "put", "remove", "clear")
 _EVENTS: Final = (
     "evicted_chunks",
     "expired_chunks",
@@ -115,6 +120,22 @@ class TierCollector(Collector):
                 if event in figures:
                     events.add_metric([tier, event], figures[event])
         yield events
+        yield from _work(tiers)
+
+
+def _work(tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    """What tiers were asked for, how long that took and what it brought, for those that are metered."""
+    calls = CounterMetricFamily(TIER_CALLS_TOTAL, "Calls of a tier.", labels=[LABEL_TIER, LABEL_OPERATION])
+    num_bytes = CounterMetricFamily(TIER_BYTES_TOTAL, "Bytes of records that a tier gave or took.", labels=[LABEL_TIER, LABEL_OPERATION])
+    seconds = CounterMetricFamily(TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=[LABEL_TIER, LABEL_OPERATION])
+    for tier, figures in tiers.items():
+        for operation in _OPERATIONS:
+            labels = [tier, operation]
+            if f"{operation}_calls" in figures:
+                calls.add_metric(labels, figures[f"{operation}_calls"])
+                num_bytes.add_metric(labels, figures.get(f"{operation}_bytes", 0))
+                seconds.add_metric(labels, figures.get(f"{operation}_microseconds", 0) / 1e6)
+    yield from (calls, num_bytes, seconds)
 
 
 class CodecErrorCollector(Collector):

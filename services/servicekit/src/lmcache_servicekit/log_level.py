@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
 from lmcache_servicekit.logs import LogLevel, is_logger, level_of_root, own_levels, set_level
 
@@ -33,7 +33,7 @@ class LogLevels(BaseModel):
 
 def create_log_router() -> APIRouter:
     """The routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
-    router = APIRouter(prefix="/v1", tags=["admin"])
+    router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
     @router.get("/log-level", summary="The log levels in force")
     async def show_levels(principal: ClientPrincipal) -> LogLevels:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import uvicorn
 from fastapi import FastAPI
 from lmcache_core.errors import ConfigError, LMCacheError
+from lmcache_core.security.handshakes import BoundedContext
 from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
@@ -191,7 +192,8 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
         timeout_graceful_shutdown=address.settings.shutdown_grace_s,
     )
     config.load()
-    config.ssl = service_state(app).tls
+    tls = service_state(app).tls
+    config.ssl = None if tls is None else BoundedContext(tls)
     # uvicorn raises the signal again once it has shut down; taken as it is, that would turn a graceful end into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, _end)

@@ -48,7 +48,8 @@ class ServiceSettings(BaseSettings):
         tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
         tls_client_ca_file: Authorities (PEM), one of which must have signed a certificate that callers show. None: they show none.
         allow_plaintext: Allows a host that is not loopback together with tokens and no `tls_cert_file`.
-        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process; None: as many as come.
+        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process, or by each of its workers; None: as many
+            as come.
         instance_id: Name of this process among its peers.
         shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
         health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a kubelet that cannot reach the other port, or

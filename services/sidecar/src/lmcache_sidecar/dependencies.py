@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from lmcache_sidecar.parts import SidecarParts
 
 
-def sidecar_parts(request: Request) -> SidecarParts:
+async def sidecar_parts(request: Request) -> SidecarParts:
     """The running sidecar, which the lifespan has put into the app."""
     parts = request.app.state.sidecar
     assert isinstance(parts, SidecarParts)

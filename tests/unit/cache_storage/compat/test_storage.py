@@ -53,6 +53,20 @@ async def test_a_full_memory_gives_up_the_oldest_values() -> None:
         assert held[-1] == 39
 
 
+async def test_only_what_a_client_is_sent_counts_as_served() -> None:
+    """A PUT is compared with what is there; that is nobody's answer, and no miss of anybody's."""
+    async with storage_with_compat() as (rest, port, _), compat_client(port) as client:
+        for value in (b"value", b"value", b"other"):
+            await client.put("k", value)
+            assert await client.exists("k")
+        text = (await rest.get("/metrics")).text
+        samples = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line.startswith("lmcache_storage_")}
+        assert samples["lmcache_storage_stored_chunks_total"] == 2
+        assert not [name for name in samples if name.startswith(("lmcache_storage_served_", "lmcache_storage_missed_"))]
+        assert await client.get("k") == (ABOUT, b"other")
+        assert 'lmcache_storage_served_chunks_total{tier="Hot"} 1.0' in (await rest.get("/metrics")).text
+
+
 async def test_a_value_expires() -> None:
     async with storage_with_compat(chunk_ttl_s=0.3) as (_, port, _), compat_client(port) as client:
         await client.put("k", b"value")

@@ -28,6 +28,7 @@ from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.handover.door import HandoverDoor
 from lmcache_storage.handover.drain import Drain, num_hottest
 from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.leaving import Leaving, StayingStore
 from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover
 from lmcache_storage.handover.neighbours import Neighbours
 from lmcache_storage.handover.progress import DrainState, Moved
@@ -44,7 +45,9 @@ class Taking(MemoryStore):
 
     takes = True
     room = True
-    is_staying = True
+
+    def stays(self, key: ChunkKey) -> bool:
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +81,9 @@ class Here:
         self.mover = Mover(self.held, self.neighbours, self.counters)
         self.drain = Drain(timeout_s, self.stack, self.held, self.neighbours, self.mover)
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
-        self.door = HandoverDoor(ServedDoor(LocalStore(self.stack, lambda: True)), self.counters, self.held, self.stack, lambda: True)
+        self.leaving = Leaving()
+        served = ServedDoor(StayingStore(LocalStore(self.stack, lambda: True), self.leaving))
+        self.door = HandoverDoor(served, self.counters, self.held, self.stack, self.leaving, lambda: True)
         self.rebalancer = Rebalancer(self.held, self.stack, self.neighbours, self.mover, self.door, self.pins, lambda: True)
 
     async def start(self, *names: str) -> None:

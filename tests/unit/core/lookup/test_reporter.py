@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -26,6 +27,7 @@ class ModelService:
         self.next_sequence = 0
         self.held: set[tuple[str, str]] = set()
         self.num_event_calls = 0
+        self.asked_ttl_ms: int | None = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.away:
@@ -48,7 +50,8 @@ class ModelService:
             return {"ttl_ms": body["ttl_ms"], "next_sequence": 0, "resync": True}
         if body["incarnation"] != self.incarnation:
             self.incarnation, self.next_sequence, self.held = body["incarnation"], 0, set()
-        return {"ttl_ms": body["ttl_ms"], "next_sequence": self.next_sequence, "resync": False}
+        self.asked_ttl_ms = body["ttl_ms"]
+        return {"ttl_ms": body["ttl_ms"] or 300, "next_sequence": self.next_sequence, "resync": False}
 
     def _events(self, request: httpx.Request) -> dict[str, object]:
         self.num_event_calls += 1
@@ -103,6 +106,29 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> N
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def test_without_a_wish_the_lease_is_the_services_default() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        reporter = InstanceReporter(instance.client, "pod-2", "sidecar", list)
+        await reporter.open()
+        await eventually(lambda: service.asked_ttl_ms is None)
+        await eventually(lambda: reporter.registered)
+        await reporter.close()
+
+
+async def test_a_service_that_is_away_is_one_line_that_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lmcache_core.lookup")
+    service = ModelService()
+    service.away = True
+    async with running(service) as instance:
+        await eventually(lambda: len(caplog.records) == 1)
+        service.away = False
+        await eventually(lambda: instance.reporter.registered)
+    away, here = (record.getMessage() for record in caplog.records)
+    assert away.startswith("instance pod-1: lookup http://lookup")
+    assert here == "instance pod-1: lookup grants a lease of 300 ms"
 
 
 async def test_announces_then_follows() -> None:

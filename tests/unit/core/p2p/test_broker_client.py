@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.p2p import Assignment, BrokerClient, CopyOrder, DrainReport, HeldBy, Lease, Peer
-from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
+from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK, Renewal
 from lmcache_core.wire import json_http as module
 
 URL = "http://broker:8082"
@@ -295,3 +295,24 @@ async def test_a_drain_is_reported_and_copies_are_read() -> None:
     assert seen == [{"state": "done", "total": 3, "handed_over": 1, "already_elsewhere": 1, "failed": 1, "left": 0}]
     assert lease.copies == (CopyOrder(ONE.hex(), "b", "lm://b:1"),)
     await client.close()
+
+
+async def test_a_pull_is_renewed_where_the_broker_knows_it() -> None:
+    seen: list[Any] = []
+    known = {"pull": "p", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000, "ttl_ms": 5_000}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, msgspec.json.decode(request.content)))
+        return raw(msgspec.json.encode({"renewed": [known | {"pull": "another"}, known]}))
+
+    client = await opened(handler)
+    renewal = await client.renew("me", "p")
+    assert renewal == Renewal("p", "v1.x.y", 1_700_000_000_000, 5_000)
+    assert "v1.x.y" not in repr(renewal)
+    assert await client.renew("me", "q") is None
+    assert seen[0] == ("/v1/transfers:renew", {"requester": "me", "pulls": ["p"]})
+
+
+async def test_a_broker_that_is_too_old_to_renew() -> None:
+    client = await opened(lambda request: raw(b'{"title": "Not Found", "status": 404}', 404))
+    assert await client.renew("me", "p") is None

@@ -18,15 +18,19 @@ class FakeBroker(BrokerClient):
         self.ttl_ms = 300
         self.known: dict[str, bool] = {}
         self.loads: list[float] = []
+        self.asked: list[int | None] = []
         self.num_calls = 0
         self.drained = False
         self.heeds_wishes = True
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
+    async def register(
+        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+    ) -> Lease:
         self.num_calls += 1
         if self.away:
             raise UnavailableError("away")
         self.loads.append(load)
+        self.asked.append(ttl_ms)
         self.known[peer.id] = draining
         return Lease(self.ttl_ms, (draining and self.heeds_wishes) or self.drained)
 
@@ -70,6 +74,15 @@ async def test_a_shorter_lease_than_asked_for_is_renewed_in_time() -> None:
     await registration.close()
 
 
+async def test_the_broker_decides_where_no_lease_in_particular_is_asked_for() -> None:
+    broker = FakeBroker()
+    registration = PeerRegistration(broker, PEER)
+    await registration.open()
+    await until(lambda: len(broker.asked) >= 3)  # so soon only by the lease that it granted
+    assert set(broker.asked) == {None}
+    await registration.close()
+
+
 async def test_a_broker_that_is_away_is_one_line_and_heals(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lmcache_core.p2p")
     broker = FakeBroker()
@@ -85,6 +98,7 @@ async def test_a_broker_that_is_away_is_one_line_and_heals(caplog: pytest.LogCap
     await until(lambda: not registration.registered)
     await registration.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert [record.getMessage() for record in caplog.records][:2] == ["peer a: away", "peer a: the broker grants a lease of 300 ms"]
 
 
 async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
@@ -178,7 +192,9 @@ class WishingBroker(FakeBroker):
         super().__init__()
         self.reports: list[DrainReport | None] = []
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
+    async def register(
+        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+    ) -> Lease:
         self.reports.append(drain)
         lease = await super().register(peer, load=load, ttl_ms=ttl_ms, draining=draining)
         return Lease(lease.ttl_ms, lease.draining, (CopyOrder("0" * 32, "b", "lm://b:1"),))

@@ -137,14 +137,14 @@ class LookupClient:
         path = f"/v1/chunks/{chunk_id_text(chunk_id)}/locations"
         return self._http.decode(await self._http.call("GET", path, timeout_s=timeout_s), LocationsAnswer)
 
-    async def renew_instance(self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int) -> InstanceLease:
+    async def renew_instance(self, instance_id: str, *, incarnation: int, kind: InstanceKind, ttl_ms: int | None = None) -> InstanceLease:
         """Take or renew an instance's lease.
 
         Args:
             instance_id: Which instance.
             incarnation: Which of its lives; a higher one ends those below it at once.
             kind: What it is.
-            ttl_ms: The lease asked for; the service may grant another.
+            ttl_ms: The lease asked for, None for the service's default; the service may grant another.
 
         Raises:
             UnavailableError: The service did not answer, or refused.

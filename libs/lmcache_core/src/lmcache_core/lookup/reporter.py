@@ -30,14 +30,14 @@ class ReporterTiming:
     """How a reporter paces itself.
 
     Attributes:
-        ttl_ms: The lease to ask for; it is renewed three times within the lease that the service grants.
+        ttl_ms: The lease to ask for; None: the service's default. It is renewed three times within the lease that the service grants.
         gather_s: How long the first event waits for others, in seconds.
         retry_s: First wait after a failure; it doubles up to `max_retry_s`.
         max_retry_s: Longest wait after a failure or between two resyncs.
         max_pending: Bound on events that wait while the service is away; beyond it a resync replaces them.
     """
 
-    ttl_ms: int = 15_000
+    ttl_ms: int | None = None
     gather_s: float = 0.02
     retry_s: float = 0.25
     max_retry_s: float = 15.0
@@ -193,7 +193,7 @@ class InstanceReporter:
         """
         asked_at = time.monotonic()
         lease = await self._client.renew_instance(self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms)
-        self._note(True, f"lease of {lease.ttl_ms} ms")
+        self._note(True, f"lookup grants a lease of {lease.ttl_ms} ms")
         self._lease_ends = float("-inf") if lease.resync else asked_at + lease.ttl_ms / 1000
         self._renew_at = asked_at + lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
         if acknowledges:
@@ -210,4 +210,4 @@ class InstanceReporter:
         """Log changes only: a service that is away for an hour is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
-            logger.log(logging.INFO if reachable else logging.WARNING, "instance %s: lookup %s", self._instance_id, detail)
+            logger.log(logging.INFO if reachable else logging.WARNING, "instance %s: %s", self._instance_id, detail)

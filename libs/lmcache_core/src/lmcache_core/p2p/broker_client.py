@@ -15,13 +15,15 @@ from lmcache_core.p2p.messages import (
     AnnounceRequest,
     Assignment,
     ChunkHolders,
-    DoneRequest,
     DrainReport,
     HeldBy,
     Lease,
     Peer,
     PeersResponse,
     PeerStatus,
+    PullsRequest,
+    Renewal,
+    RenewResponse,
     TransferRequest,
     TransferResponse,
     WireAssignment,
@@ -63,13 +65,15 @@ class BrokerClient:
         """Close the connections."""
         await self._http.close()
 
-    async def register(self, peer: Peer, *, load: float, ttl_ms: int, draining: bool = False, drain: DrainReport | None = None) -> Lease:
+    async def register(
+        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+    ) -> Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten everything takes as well.
 
         Args:
             peer: Who announces itself.
             load: 0 (idle) to 1 (full).
-            ttl_ms: The lease asked for; the broker may grant another.
+            ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
             draining: The peer wants no new pulls.
             drain: How far it is on its way to its end.
 
@@ -130,6 +134,23 @@ class BrokerClient:
         answer = self._http.decode(await self._http.call("POST", "/v1/transfers", body), TransferResponse)
         return [self._take(assignment, requester, asked) for assignment in answer.assignments]
 
+    async def renew(self, requester: str, pull: str) -> Renewal | None:
+        """Let a pull go on for the life of another ticket.
+
+        Args:
+            requester: Who pulls.
+            pull: `Assignment.pull`.
+
+        Returns:
+            The new ticket; None where the broker does not know the pull, thinks it has gone on for too long, or is too old to renew any.
+
+        Raises:
+            UnavailableError: The broker did not answer, or refused, or answered something else than it was asked.
+        """
+        body = PullsRequest(validate_instance_id(requester), [pull])
+        answer = self._http.decode(await self._http.call("POST", "/v1/transfers:renew", body, absent_ok=True), RenewResponse)
+        return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
+
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
         """Say that pulls are over, so that others need not wait for the ends of their tickets. A broker that is too old passes it over.
 
@@ -142,7 +163,7 @@ class BrokerClient:
         """
         told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
         if told:
-            await self._http.call("POST", "/v1/transfers:done", DoneRequest(validate_instance_id(requester), told), absent_ok=True)
+            await self._http.call("POST", "/v1/transfers:done", PullsRequest(validate_instance_id(requester), told), absent_ok=True)
 
     def _take(self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]) -> Assignment:
         """Check one assignment against what was asked. Takes its chunks out of `asked`, so that a second mention fails."""
@@ -156,7 +177,7 @@ class BrokerClient:
             if wire.instance not in asked.pop(chunk_id, ()):
                 raise self._http.unusable("it assigns a chunk twice, unasked, or to one who does not hold it")
         chunk_ids = tuple(bytes.fromhex(chunk_id) for chunk_id in wire.chunk_ids)
-        return Assignment(wire.instance, wire.distributed_url, chunk_ids, wire.ticket, wire.expires_ms, wire.pull)
+        return Assignment(wire.instance, wire.distributed_url, chunk_ids, wire.ticket, wire.expires_ms, wire.pull, wire.ttl_ms)
 
 
 def _peer_path(instance_id: str) -> str:

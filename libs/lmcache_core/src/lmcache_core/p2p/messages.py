@@ -18,6 +18,8 @@ MAX_PEERS_PER_LISTING: Final = 65536
 CHUNK_ID_BYTES: Final = 16
 
 _ShortText = Annotated[str, msgspec.Meta(max_length=300)]
+_PullText = Annotated[str, msgspec.Meta(max_length=64)]
+_TicketText = Annotated[str, msgspec.Meta(max_length=4096)]
 _ChunkIdText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
@@ -121,7 +123,8 @@ class Assignment(msgspec.Struct, frozen=True):
         chunk_ids: What, 16 bytes each, in the order of the request.
         ticket: What to show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What to call the pull by when it is over; empty when the broker is too old to be told.
+        pull: What to call the pull by when it goes on or is over; empty when the broker is too old to be told.
+        ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
     """
 
     instance: str
@@ -130,6 +133,7 @@ class Assignment(msgspec.Struct, frozen=True):
     ticket: str
     expires_ms: int
     pull: str = ""
+    ttl_ms: int = 0
 
     def __repr__(self) -> str:
         return f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r}, num_chunks={len(self.chunk_ids)})"
@@ -144,7 +148,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     zone: str
     node: str
     load: float
-    ttl_ms: int
+    ttl_ms: int | None
     draining: bool
     drain: DrainReport | None = None
 
@@ -172,8 +176,8 @@ class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     wait_ms: int = 0
 
 
-class DoneRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/transfers:done`."""
+class PullsRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /v1/transfers:renew` and of `POST /v1/transfers:done`."""
 
     requester: str
     pulls: list[str]
@@ -185,9 +189,35 @@ class WireAssignment(msgspec.Struct, frozen=True):
     instance: _ShortText
     distributed_url: _ShortText
     chunk_ids: Annotated[list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)]
-    ticket: Annotated[str, msgspec.Meta(max_length=4096)]
+    ticket: _TicketText
     expires_ms: _PositiveMs
-    pull: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    pull: _PullText = ""
+    ttl_ms: _Count = 0
+
+
+class Renewal(msgspec.Struct, frozen=True):
+    """A pull that goes on.
+
+    Attributes:
+        pull: Its `Assignment.pull`.
+        ticket: In the place of the one before. A secret until it expires.
+        expires_ms: End of the ticket, Unix time in milliseconds.
+        ttl_ms: Life of the ticket from now.
+    """
+
+    pull: _PullText
+    ticket: _TicketText
+    expires_ms: _PositiveMs
+    ttl_ms: _PositiveMs
+
+    def __repr__(self) -> str:
+        return f"Renewal(pull={self.pull!r}, ttl_ms={self.ttl_ms})"
+
+
+class RenewResponse(msgspec.Struct, frozen=True):
+    """Answer to `POST /v1/transfers:renew`. A broker that is too old says something else, in which nothing is renewed."""
+
+    renewed: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)] = ()
 
 
 class TransferResponse(msgspec.Struct, frozen=True):

@@ -28,6 +28,9 @@ MAX_QUEUE_S: Final = 0.2
 """For a holder while all of them are busy: the remote tier may have the chunks, too, and is not asked before."""
 MAX_HOLDERS_ASKED: Final = 4
 """For one chunk, one after the other or side by side."""
+RENEWALS_PER_TICKET: Final = 3
+"""So that one that fails leaves time for another."""
+MIN_RENEWAL_S: Final = 0.05
 STALL_SHARE: Final = 0.5
 """Of a read's time: a peer that brings nothing for so long is given up, so that the next holder, or the next tier, still has time."""
 
@@ -37,7 +40,8 @@ class _Race:
     """One peer at work on some chunks.
 
     Attributes:
-        assignment: Who, and with which ticket.
+        assignment: Who.
+        ticket: What it is shown from now on.
         open: Places of its chunks that nobody has brought.
         num_chunks: How many it was asked for.
         began: On the loop's clock.
@@ -47,6 +51,7 @@ class _Race:
     """
 
     assignment: Assignment
+    ticket: str
     open: set[int]
     num_chunks: int
     began: float
@@ -141,13 +146,15 @@ class PeerPull:
                     self._results[i] = Miss(MissReason.UNAVAILABLE)  # until there is an answer
             self._parts.figures.pulls += 1
             self._parts.budget.earn()
-            race = _Race(assignment, {i for i in places if not isinstance(self._results[i], Chunk)}, len(places), now, now, is_hedge)
+            still_open = {i for i in places if not isinstance(self._results[i], Chunk)}
+            race = _Race(assignment, assignment.ticket, still_open, len(places), now, now, is_hedge)
             self._races.append(race)
             self._group.create_task(self._watch(race))
 
     async def _watch(self, race: _Race) -> None:
         """Let a peer work; ask another one as well when it is late, instead when it fails."""
         work = race.work = self._group.create_task(self._work(race))
+        renewing = self._group.create_task(self._renew(race))
         hedge_at = race.began + self._parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
         while not work.done():
             now = self._now()
@@ -161,8 +168,23 @@ class PeerPull:
                 await self._parts.peers.suspect(race.assignment.distributed_url)
                 break
             await asyncio.wait([work], timeout=max(0.0, min(hedge_at, race.moved + self._stall_s) - now))
+        renewing.cancel()
         self._races.remove(race)
         await self._judge(race)
+
+    async def _renew(self, race: _Race) -> None:
+        """Until it is broken off: let a pull go on that takes longer than the life of its ticket."""
+        pull, ttl_ms = race.assignment.pull, race.assignment.ttl_ms
+        while pull and ttl_ms:
+            await asyncio.sleep(max(MIN_RENEWAL_S, ttl_ms / 1000 / RENEWALS_PER_TICKET))
+            try:
+                renewal = await self._parts.broker.renew(self._parts.instance, pull)
+            except UnavailableError:
+                continue
+            if renewal is None:
+                return  # the ticket lasts for a while still, and then this peer has failed
+            race.ticket, ttl_ms = renewal.ticket, renewal.ttl_ms
+            self._parts.figures.renewed_pulls += 1
 
     async def _judge(self, race: _Race) -> None:
         """Learn from a race that is over, and see to what it has not brought."""
@@ -215,7 +237,7 @@ class PeerPull:
         try:
             client = await self._parts.peers.client(race.assignment.distributed_url)
             left_s = self._deadline - self._now()
-            return await client.get([self._keys[i] for i in places], allocate, ticket=race.assignment.ticket, timeout_s=left_s)
+            return await client.get([self._keys[i] for i in places], allocate, ticket=race.ticket, timeout_s=left_s)
         except (UnavailableError, AuthenticationError, ProtocolError):
             return [Miss(MissReason.UNAVAILABLE)] * len(places)
 

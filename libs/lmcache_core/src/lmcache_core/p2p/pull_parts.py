@@ -16,6 +16,7 @@ class PullFigures:
     Attributes:
         pulls: Peers that were asked.
         failed_pulls: Those that did not bring all that they were asked for.
+        renewed_pulls: Tickets that ended before their pulls were over, and were replaced.
         hedged_pulls: Those that were late, so that another peer was asked too.
         won_hedges: Chunks that the other peer brought first.
         failed_over_chunks: Chunks that were asked for again because a peer failed.
@@ -26,6 +27,7 @@ class PullFigures:
 
     pulls: int = 0
     failed_pulls: int = 0
+    renewed_pulls: int = 0
     hedged_pulls: int = 0
     won_hedges: int = 0
     failed_over_chunks: int = 0

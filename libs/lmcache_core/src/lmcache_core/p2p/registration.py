@@ -16,7 +16,8 @@ from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TTL_MS: Final = 15_000
+FIRST_INTERVAL_S: Final = 5.0
+"""Between two tries while no broker has granted a lease whose length says it, where none in particular was asked for."""
 RENEWALS_PER_LEASE: Final = 3
 DRAINING_INTERVAL_S: Final = 1.0
 """Between two renewals of an instance that drains, so that its progress can be seen."""
@@ -51,7 +52,7 @@ class PeerRegistration:
         client: Open for as long as this object is.
         peer: Who is registered.
         load: Called before each renewal; 0 (idle) to 1 (full).
-        ttl_ms: The lease to ask for. It is renewed three times within the lease that the broker grants.
+        ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three times within the lease that it grants.
         listener: Heeds the broker's wishes.
     """
 
@@ -61,7 +62,7 @@ class PeerRegistration:
         peer: Peer,
         load: Callable[[], float] = _idle,
         *,
-        ttl_ms: int = DEFAULT_TTL_MS,
+        ttl_ms: int | None = None,
         listener: LeaseListener | None = None,
     ) -> None:
         self._client = client
@@ -112,7 +113,7 @@ class PeerRegistration:
             interval_s = min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
             await asyncio.wait_for(self._wake.wait(), max(0.0, interval_s - _MIN_PAUSE_S))
         self._wake.clear()
-        self._interval_s = self._interval_s or self._ttl_ms / 1000 / RENEWALS_PER_LEASE
+        self._interval_s = self._interval_s or (FIRST_INTERVAL_S if self._ttl_ms is None else self._ttl_ms / 1000 / RENEWALS_PER_LEASE)
         await self._renew()
 
     async def _renew(self) -> None:
@@ -131,7 +132,7 @@ class PeerRegistration:
                 self._listener.drain_wanted()
             if lease.copies:
                 self._listener.copies_wanted(lease.copies)
-        self._note(True, f"lease of {lease.ttl_ms} ms")
+        self._note(True, f"the broker grants a lease of {lease.ttl_ms} ms")
 
     async def _register(self) -> Lease:
         report = None if self._listener is None else self._listener.drain_report()
@@ -141,4 +142,4 @@ class PeerRegistration:
         """Log changes only: a broker that is away for an hour is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
-            logger.log(logging.INFO if reachable else logging.WARNING, "peer %s: broker %s", self._peer.id, detail)
+            logger.log(logging.INFO if reachable else logging.WARNING, "peer %s: %s", self._peer.id, detail)

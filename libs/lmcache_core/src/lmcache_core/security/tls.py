@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.security.handshakes import CountedObject
 from lmcache_core.security.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def server_context(files: TlsFiles) -> ReloadingContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
+        context.sslobject_class = CountedObject
         _load_identity(context, files)
         if files.ca_file is not None:
             _load_trusted(context, files.ca_file)

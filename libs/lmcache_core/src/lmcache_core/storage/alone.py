@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
+
+if TYPE_CHECKING:
+    from lmcache_core.storage.remote import Locate
 
 
 class Alone:
@@ -14,6 +18,11 @@ class Alone:
 
     def removed_from(self, tier: str) -> OnRemoved | None:
         """Nobody has to know."""
+        return None
+
+    @property
+    def locate(self) -> Locate | None:
+        """There is nobody to ask."""
         return None
 
     def make_tiers(self) -> list[StorageBackend]:

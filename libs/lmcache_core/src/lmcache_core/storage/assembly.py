@@ -65,7 +65,9 @@ def create_lower_tiers(
 
         token = None if config.remote_token_file is None else TokenFile(Path(config.remote_token_file), "remote_token_file")
         accepts = Accepts(codecs.is_lossy(remote_serde), frozenset(codecs.decodable()))
-        remote = create_remote_backend(config.remote_url, token, config.tier_timeout_s, accepts=accepts, tls=_tls(config))
+        remote = create_remote_backend(
+            config.remote_url, token, config.tier_timeout_s, accepts=accepts, locate=around.locate, tls=_tls(config)
+        )
         tiers.append(EncodedBackend(remote, codecs, remote_serde, seals=seals))
     return [PricedBackend(BreakerBackend(LoggedBackend(MeteredBackend(tier)))) for tier in tiers]
 

@@ -1,4 +1,4 @@
-"""What a process serves to others over lm://: the chunks of its own tiers, never those of its peers or of its remote tier."""
+"""What a process serves to others over lm://: the chunks of its own tiers, by default never those of its peers or of its remote tier."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ LOCAL_TIERS = ("Hot", "LocalDiskBackend")
 
 
 class LocalStore:
-    """A `lmcache_core.wire.ServedStore` over the local tiers of a stack.
+    """A `lmcache_core.wire.ServedStore` over the local tiers of a stack, or those that are named.
 
     Args:
         stack: The tiers.
         accepts_puts: Asked at every PUT and its allocation: False while draining, or always for a read-only store.
-        timeout_s: Longest wait on the disk for one request.
+        timeout_s: Longest wait on slower tiers for one request.
+        tiers: Names of the tiers that are served; None: all.
     """
 
-    def __init__(self, stack: TierStack, accepts_puts: Callable[[], bool], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        stack: TierStack,
+        accepts_puts: Callable[[], bool],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        tiers: Sequence[str] | None = LOCAL_TIERS,
+    ) -> None:
         self._stack = stack
+        self._tiers = tiers
         self._accepts_puts = accepts_puts
         self._timeout_s = timeout_s
 
@@ -32,11 +40,11 @@ class LocalStore:
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `ServedStore.contains`."""
-        return [tier is not None for tier in await self._stack.batched_tiers(keys, self._timeout_s, LOCAL_TIERS)]
+        return [tier is not None for tier in await self._stack.batched_tiers(keys, self._timeout_s, self._tiers)]
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
         """See `ServedStore.get`."""
-        return await self._stack.batched_get(keys, self._timeout_s, search_range=LOCAL_TIERS)
+        return await self._stack.batched_get(keys, self._timeout_s, search_range=self._tiers)
 
     async def put(self, chunk: Chunk) -> bool:
         """See `ServedStore.put`."""
@@ -47,4 +55,4 @@ class LocalStore:
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `ServedStore.remove`."""
-        return await self._stack.batched_remove(keys, LOCAL_TIERS)
+        return await self._stack.batched_remove(keys, self._tiers)

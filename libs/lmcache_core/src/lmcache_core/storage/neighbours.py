@@ -26,6 +26,8 @@ from lmcache_core.storage.encoding_store import EncodingStore
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.remote import Locate
+from lmcache_core.storage.remote.locating import LookupLocator
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire import LmServer
 
@@ -62,6 +64,11 @@ class Neighbours:
         self._codecs = create_codecs([RAW])
         self._announcer = TierAnnouncer(DEFAULT_TENANT)
         self._disk: LocalDiskBackend | None = None
+
+    @property
+    def locate(self) -> Locate:
+        """Tells which server of a remote tier holds what; while the engine is closed it says that it cannot."""
+        return LookupLocator(self._lookup)
 
     def make_tiers(self) -> list[StorageBackend]:
         """The tier that reads from peers, to be opened once."""

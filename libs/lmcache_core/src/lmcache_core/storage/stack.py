@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Protocol
 
 from lmcache_core.errors import UnavailableError
@@ -45,6 +46,7 @@ class TierStack:
         written: Those of them that every new chunk is written to; None means all.
         listener: Hears of chunks that tiers of this process have kept.
         keep_hot: Keep chunks in host memory; False uses it only on the way through.
+        pending_bytes: Bounds on the writes that wait, by tier; a part of the hot tier for those that are not named.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TierStack:
         written: Sequence[StorageBackend] | None = None,
         listener: StackListener | None = None,
         keep_hot: bool = True,
+        pending_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.hot = hot
         self.lower = self._tiers = tuple(lower)
@@ -61,10 +64,9 @@ class TierStack:
         self._listener = listener
         self._keep_hot = keep_hot
         self._lifts = Lifts()
-        pending_bytes = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
-        self._written_to = {
-            tier.name: WriteBehind(tier, pending_bytes, self._written) for tier in (self.lower if written is None else written)
-        }
+        share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
+        behind = self.lower if written is None else written
+        self._written_to = {tier.name: WriteBehind(tier, pending_bytes.get(tier.name, share), self._written) for tier in behind}
         self._writers: dict[str, WriteBehind] = {}
 
     @property

@@ -44,10 +44,14 @@ class Intake:
             if handovers is None:
                 raise ProtocolError("HANDOVER, which this server has not said to take from this client")
             if not message.may_evict and not handovers.has_room(header.blob_bytes):
-                await self._stream.discard(header.blob_bytes)
-                self._arrived[header.correlation_id] = Miss(MissReason.NO_MEMORY)
+                await self.refuse(header, MissReason.NO_MEMORY)
                 return
         self._arrived[header.correlation_id] = await IncomingRecord(self._stream, header.blob_bytes, store.allocate).receive(None)
+
+    async def refuse(self, header: FrameHeader, reason: MissReason) -> None:
+        """Take a record off the stream that will not be kept."""
+        await self._stream.discard(header.blob_bytes)
+        self._arrived[header.correlation_id] = Miss(reason)
 
     async def put(self, correlation_id: int, store: ServedStore, tenant: str) -> PutOk:
         """Verify and keep the record of a PUT."""
@@ -56,6 +60,11 @@ class Intake:
     async def take_over(self, correlation_id: int, handovers: TakesHandovers, message: Handover) -> PutOk:
         """Verify and keep the record of a HANDOVER."""
         return await self._kept(correlation_id, message.tenant, time.time() - message.age_ms / 1000, handovers.take_over)
+
+    def num_bytes(self, correlation_id: int) -> int:
+        """Size of the payload that has come with that request; 0 where it was not taken."""
+        record = self._arrived[correlation_id]
+        return record.memory.get_size() if isinstance(record, Received) else 0
 
     def close(self) -> None:
         """Give back the memory of records that were not stored. Idempotent."""

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.security.handshakes import MAX_HANDSHAKES
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import MAX_BLOB_BYTES
@@ -50,9 +51,8 @@ class AdaptsToClients(Protocol):
 class TakesHandovers(Protocol):
     """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers with the role `admin`."""
 
-    @property
-    def is_staying(self) -> bool:
-        """Whether it will keep what it has: to a server that ends, what another one that ends has is as good as lost."""
+    def stays(self, key: ChunkKey) -> bool:
+        """Whether it will keep that chunk if it has it: to a server that ends, what another one is about to lose is as good as lost."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a record of that size can be kept without giving up another."""
@@ -90,9 +90,31 @@ class PullTicket(Protocol):
         """Name that the client gives in its HELLO."""
 
 
+@dataclass(frozen=True, slots=True)
+class HandoverNote:
+    """What a connection has handed over since the last such note.
+
+    Attributes:
+        caller: Who did; None: somebody without a token.
+        client: Address and port of the other side.
+        tenants: Whose chunks, or some of them.
+        num_chunks: Chunks that were kept.
+        num_bytes: Bytes of these.
+        num_refused: Chunks that were not.
+    """
+
+    caller: HasTenant | None
+    client: str
+    tenants: tuple[str, ...]
+    num_chunks: int
+    num_bytes: int
+    num_refused: int
+
+
 Authenticate = Callable[[str | None], HasTenant]
 Admit = Callable[[str], None]
 VerifyTicket = Callable[[str], PullTicket]
+NoteHandovers = Callable[[HandoverNote], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class ServerLimits:
 
     Attributes:
         max_connections: Connections at once; above it a newcomer is told `busy`.
+        max_handshakes: TLS handshakes underway at once; above it a newcomer's connection ends.
         max_in_flight: Requests of one connection at once; above it the connection is not read.
         max_batch: Keys in one request.
         max_blob_bytes: Longest record that is taken.
@@ -111,9 +134,12 @@ class ServerLimits:
         min_bytes_per_s: Slowest transfer of a blob.
         reauthenticate_s: How old the knowledge may be of who is behind a token when a request is served.
         admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
+        pace_s: Longest time that a HANDOVER waits to be admitted; what is refused may be lost.
+        note_handovers: Is told of what connections hand over, for an audit; None: nobody is.
     """
 
     max_connections: int = 256
+    max_handshakes: int = MAX_HANDSHAKES
     max_in_flight: int = 32
     max_batch: int = MAX_BATCH_KEYS
     max_blob_bytes: int = MAX_BLOB_BYTES
@@ -124,6 +150,8 @@ class ServerLimits:
     min_bytes_per_s: int = 1 << 20
     reauthenticate_s: float = 1.0
     admit: Admit | None = None
+    pace_s: float = 2.0
+    note_handovers: NoteHandovers | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
         """Longest time that a frame with a blob of that size may take."""

@@ -8,6 +8,7 @@ import ssl
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
+from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.goodbye import end, say_goodbye
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
@@ -68,20 +69,21 @@ class LmServer:
         """Listen.
 
         Args:
-            tls: Encrypts every connection; None: none is.
+            tls: Encrypts every connection, as `server_context` makes it; None: none is.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
         loop = asyncio.get_running_loop()
+        limits = self._service.limits
         try:
             self._listener = await loop.create_server(
                 lambda: FrameStream(self._accept),
                 self._host,
                 self._wanted_port,
                 backlog=LISTEN_BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=None if tls is None else self._service.limits.hello_timeout_s,
+                ssl=None if tls is None else BoundedContext(tls, limits.max_handshakes, limits.hello_timeout_s),
+                ssl_handshake_timeout=None if tls is None else limits.hello_timeout_s,
             )
         except OSError as exc:
             raise UnavailableError(f"lm server cannot listen on {self._host}:{self._wanted_port}: {exc}") from exc

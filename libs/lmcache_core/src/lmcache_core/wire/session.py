@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import (
     AuthenticationError,
+    CapacityError,
     IdentityError,
     LMCacheError,
     ProtocolError,
@@ -19,17 +20,20 @@ from lmcache_core.errors import (
     VersionError,
 )
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.record import Chunk
+from lmcache_core.record import Chunk, MissReason
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import HANDOVER, Accepts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.goodbye import end, error_message, say_goodbye
+from lmcache_core.wire.handover_log import HandoverLog
 from lmcache_core.wire.intake import Intake
 from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
-from lmcache_core.wire.served import AdaptsToClients, HasRole, HasTenant, Service, TakesHandovers
+from lmcache_core.wire.served import AdaptsToClients, HasRole, HasTenant, ServerLimits, Service, TakesHandovers, VerifyTicket
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
+
+PACE_PAUSE_S = 0.02
 
 _WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
 _REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING}) | _WITH_RECORD
@@ -53,6 +57,9 @@ class Session:
         self._num_underway = 0
         self._intake = Intake(stream)
         self._handovers: TakesHandovers | None = None
+        self._neighbour: TakesHandovers | None = None
+        self._handed_over = HandoverLog(service.limits.note_handovers, stream.peer())
+        self._caller: HasTenant | None = None
         self._tenant: str | None = None
         self._token: str | None = None
         self._check_again_at = math.inf
@@ -74,6 +81,7 @@ class Session:
         finally:
             await self._requests.close()
             self._intake.close()
+            self._handed_over.tell()
             await end(self._stream)
 
     def drain(self) -> None:
@@ -98,7 +106,7 @@ class Session:
         self._client = hello.client
         try:
             caller = self._service.authenticate(hello.token)
-            self._tenant = caller.tenant
+            self._caller, self._tenant = caller, caller.tenant
             self._let_hand_over(caller, hello.capabilities)
             self._token = hello.token
             self._check_again_at = time.monotonic() + self._limits.reauthenticate_s
@@ -118,10 +126,11 @@ class Session:
         return [name for name in dict.fromkeys(capabilities) if name in offered]
 
     def _let_hand_over(self, caller: HasTenant, capabilities: Sequence[str]) -> None:
-        """Take chunks of other tenants from a server that ends, if it may speak for them."""
+        """Tell a server that may end what it can rely on; take chunks of other tenants from it, if it may speak for them."""
         store = self._service.store
-        if HANDOVER in capabilities and isinstance(store, TakesHandovers) and isinstance(caller, HasRole) and caller.role == "admin":
-            self._handovers = store
+        if HANDOVER in capabilities and isinstance(store, TakesHandovers):
+            self._neighbour = store
+            self._handovers = store if isinstance(caller, HasRole) and caller.role == "admin" else None
 
     async def _serve(self) -> None:
         while True:
@@ -173,8 +182,12 @@ class Session:
 
     async def _receive_record(self, header: FrameHeader, message: Message) -> None:
         """Take the record of a PUT or HANDOVER off the stream."""
+        if isinstance(message, messages.Handover) and self._handovers is None:
+            self._handed_over.add(self._caller, message.tenant, 0, False)
         if self._tenant is None:
             await self._stream.discard(header.blob_bytes)
+        elif isinstance(message, messages.Handover) and self._handovers is not None and not await _paced(self._limits, self._tenant):
+            await self._intake.refuse(header, MissReason.UNAVAILABLE)
         else:
             await self._intake.receive(header, self._served, message, self._handovers)
 
@@ -201,18 +214,34 @@ class Session:
             case messages.Ping():
                 await self._send(correlation_id, messages.Pong())
             case messages.Contains():
-                present = await store.contains(self._keys(message))
-                if self._handovers is not None and not self._handovers.is_staying:
-                    present = [False] * len(present)
-                await self._send(correlation_id, messages.ContainsOk(present))
+                await self._send(correlation_id, messages.ContainsOk(await self._present(self._keys(message))))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
             case messages.Remove():
                 await self._send(correlation_id, messages.RemoveOk(await store.remove(self._keys(message))))
             case messages.Put():
                 await self._send(correlation_id, await self._intake.put(correlation_id, store, self._tenant_for(message)))
-            case messages.Handover() if self._handovers is not None:
-                await self._send(correlation_id, await self._intake.take_over(correlation_id, self._handovers, message))
+            case messages.Handover():
+                await self._send(correlation_id, await self._take_over(correlation_id, message))
+
+    async def _take_over(self, correlation_id: int, message: messages.Handover) -> messages.PutOk:
+        if self._handovers is None:
+            raise AuthenticationError("HANDOVER needs a token with the role admin")
+        num_bytes, is_kept = self._intake.num_bytes(correlation_id), False
+        try:
+            answer = await self._intake.take_over(correlation_id, self._handovers, message)
+            is_kept = answer.stored
+        finally:
+            self._handed_over.add(self._caller, message.tenant, num_bytes, is_kept)
+        return answer
+
+    async def _present(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which are there; to a server that may end, which are there to stay."""
+        present = await self._served.contains(keys)
+        neighbour = self._neighbour
+        if neighbour is None:
+            return present
+        return [is_there and neighbour.stays(key) for key, is_there in zip(keys, present, strict=True)]
 
     async def _send_chunks(self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool) -> None:
         misses: list[tuple[int, str]] = []
@@ -244,19 +273,10 @@ class Session:
 
     def _tenant_for(self, message: Message) -> str:
         """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
-        tenant = self._tenant if self._tenant is not None else self._tenant_by_ticket(message)
+        tenant = self._tenant if self._tenant is not None else _tenant_by_ticket(self._service.verify_ticket, self._client, message)
         if self._limits.admit is not None:
             self._limits.admit(tenant)
         return tenant
-
-    def _tenant_by_ticket(self, message: Message) -> str:
-        verify_ticket = self._service.verify_ticket
-        if verify_ticket is None or not isinstance(message, messages.Get) or message.ticket is None:
-            raise AuthenticationError(f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket")
-        ticket = verify_ticket(message.ticket)
-        if ticket.requester != self._client:
-            raise AuthenticationError("the ticket is for another requester")
-        return ticket.tenant
 
     async def _refuse(self, correlation_id: int, exc: LMCacheError) -> None:
         with contextlib.suppress(UnavailableError, TimeoutError):
@@ -265,3 +285,27 @@ class Session:
     async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
         async with asyncio.timeout(self._limits.transfer_s(sum(len(part) for part in blob))):
             await self._stream.send_message(correlation_id, message, *blob)
+
+
+def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: Message) -> str:
+    if verify_ticket is None or not isinstance(message, messages.Get) or message.ticket is None:
+        raise AuthenticationError(f"{message.frame_type.name} needs a token, or where tickets are taken GET with a ticket")
+    ticket = verify_ticket(message.ticket)
+    if ticket.requester != client:
+        raise AuthenticationError("the ticket is for another requester")
+    return ticket.tenant
+
+
+async def _paced(limits: ServerLimits, tenant: str) -> bool:
+    """Whether a chunk that is handed over is admitted; it waits for that, since nobody may ask for it again."""
+    deadline = time.monotonic() + limits.pace_s
+    while limits.admit is not None:
+        try:
+            limits.admit(tenant)
+        except CapacityError:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(PACE_PAUSE_S)
+        else:
+            break
+    return True

@@ -33,7 +33,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def __init__(self, on_open: OnOpen | None = None) -> None:
         self._on_open = on_open
-        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._buffer = bytearray(STAGING_BYTES)
+        self._staging = memoryview(self._buffer)
         self._start = 0
         self._end = 0
         self._target: memoryview | None = None
@@ -74,12 +75,16 @@ class FrameStream(asyncio.BufferedProtocol):
             await self._receive(len(view) - num_staged, view[num_staged:])
             return
         if self.num_staged < len(view):
-            self._num_wanted = len(view)
-            try:
-                await self._wait_for_bytes()
-            finally:
-                self._num_wanted = 0
+            await self.until_staged(len(view))
         self._unstage(view)
+
+    async def until_staged(self, num_bytes: int) -> None:
+        """Wait until so many bytes, more than now and at most `STAGING_BYTES`, are staged. Raises as `readinto`; may be cancelled."""
+        self._num_wanted = num_bytes
+        try:
+            await self._wait_for_bytes()
+        finally:
+            self._num_wanted = 0
 
     async def discard(self, num_bytes: int) -> None:
         """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the connection."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from lmcache_servicekit.auth import AdminPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, GuardedRoute
 
 from lmcache_storage.admin import pin_schemas as schemas
 from lmcache_storage.chunks.service import chunk_keys
 from lmcache_storage.dependencies import Parts
 from lmcache_storage.problems import DrainingError
 
-router = APIRouter(prefix="/v1/admin", tags=["pins"])
+router = APIRouter(prefix="/v1/admin", tags=["pins"], route_class=GuardedRoute)
 
 
 @router.post("/pin")

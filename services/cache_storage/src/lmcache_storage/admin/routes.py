@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_storage.admin.schemas import ClearAnswer, ClearRequest, DrainAnswer, DrainView, EvictAnswer, EvictRequest, Stats
 from lmcache_storage.dependencies import Parts
 
-router = APIRouter(prefix="/v1", tags=["admin"])
+router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
 
 @router.get("/stats")

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from lmcache_storage.problems import SlowClientError
 
 
-def record_body(request: Request) -> AsyncIterator[bytes]:
+async def record_body(request: Request) -> AsyncIterator[bytes]:
     """The body in pieces, as they come. Raises `SlowClientError` where the client goes away before its end."""
     return _pieces(request)
 

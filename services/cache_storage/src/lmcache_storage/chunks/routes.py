@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
-from lmcache_servicekit.auth import ClientPrincipal
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_storage.chunks.bodies import RecordBody
 from lmcache_storage.chunks.responses import RECORD_TYPE, RecordResponse, RecordsResponse
@@ -18,7 +18,7 @@ MAX_PAGE = 1000
 PathKey = Annotated[str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")]
 RECORD_CONTENT = {"content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
-router = APIRouter(prefix="/v1", tags=["chunks"])
+router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
 
 
 @router.put(

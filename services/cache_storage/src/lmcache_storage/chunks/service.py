@@ -9,7 +9,7 @@ from typing import Protocol
 from lmcache_core.errors import CapacityError, RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
-from lmcache_core.storage.remote.record_stream import RecordStream
+from lmcache_core.storage.remote.record_stream import PiecedBody, RecordStream
 from lmcache_core.wire import AdaptsToClients, ServedStore, ServerLimits
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_servicekit.errors import NotFoundError
@@ -127,7 +127,7 @@ class ChunkService:
             raise NotFoundError("the chunk is not here")
 
     async def _receive(self, key: ChunkKey, body: AsyncIterator[bytes]) -> Chunk:
-        records = RecordStream(body)
+        records = RecordStream(PiecedBody(body))
         try:
             async with asyncio.timeout(self.limits.transfer_s(0)):
                 head = await records.next_head()

@@ -15,6 +15,7 @@ from lmcache_core.wire import ServedStore
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import NUM_ABOUT, About
+from lmcache_storage.counted_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
 """Id of the extension with the numbers by which a client described its value; ignorable, since nobody else asks for it."""
@@ -41,6 +42,7 @@ class ForeignValues:
 
     def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
         self._store = store
+        self._uncounted = store.uncounted if isinstance(store, CountedStore) else store
         self._tenant = tenant
         self._kind = f"{NAME_PREFIX}{dialect}"
         self._counters = counters
@@ -84,14 +86,13 @@ class ForeignValues:
             chunk.sealed()
         else:
             await asyncio.to_thread(chunk.sealed)
-        if await self.contains(key):
-            [held] = await self._store.get([chunk_key])
-            if isinstance(held, Chunk):
-                is_same = held.header == chunk.header
-                held.release()
-                if is_same:
-                    return True
-                await self._store.remove([chunk_key])
+        [held] = await self._uncounted.get([chunk_key])
+        if isinstance(held, Chunk):
+            is_same = held.header == chunk.header
+            held.release()
+            if is_same:
+                return True
+            await self._store.remove([chunk_key])
         return await self._store.put(chunk)
 
     def _chunk_key(self, key: str) -> ChunkKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
@@ -13,6 +14,7 @@ from lmcache_core.telemetry import Counters
 from lmcache_storage import metrics
 from lmcache_storage.counted_store import CountedDoor
 from lmcache_storage.handover.held import HeldChunks
+from lmcache_storage.handover.leaving import Leaving
 
 MAX_PENDING_SHARE = 4
 """While more than one part in this many of the memory waits to be written to the disk, what is handed over waits: it is on no disk else."""
@@ -28,24 +30,34 @@ class HandoverDoor(CountedDoor):
         counters: The same.
         chunks: Tells whether there is room.
         stack: Where chunks are kept.
-        is_staying: Says whether this server takes chunks still.
+        leaving: What is about to be forgotten.
+        is_open: Says whether this server takes chunks still.
 
     Attributes:
+        leaving: As given.
         num_received: Chunks that have been taken over so far.
     """
 
-    def __init__(self, door: ServedDoor, counters: Counters, chunks: HeldChunks, stack: TierStack, is_staying: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        door: ServedDoor,
+        counters: Counters,
+        chunks: HeldChunks,
+        stack: TierStack,
+        leaving: Leaving,
+        is_open: Callable[[], bool],
+    ) -> None:
         super().__init__(door, counters)
-        self._is_staying = is_staying
+        self.leaving = leaving
+        self._is_open = is_open
         self._chunks = chunks
         self._stack = stack
         self.num_received = 0
         self._max_pending_bytes = stack.hot.stats()["capacity_bytes"] // MAX_PENDING_SHARE
 
-    @property
-    def is_staying(self) -> bool:
-        """See `TakesHandovers.is_staying`."""
-        return self._is_staying()
+    def stays(self, key: ChunkKey) -> bool:
+        """See `TakesHandovers.stays`."""
+        return self._is_open() and key not in self.leaving
 
     def has_room(self, num_bytes: int) -> bool:
         """See `TakesHandovers.has_room`."""

@@ -90,12 +90,31 @@ class Mover:
 
     async def move_home(self, window: Sequence[Sized], moved: Moved) -> list[ChunkKey]:
         """Move a few chunks to their homes and nowhere else, where these have room; those that are there now."""
-        known, live = list(self._neighbours.known()), self._neighbours.live()
-        by_name: dict[str, list[Sized]] = {}
-        for key, size in window:
-            by_name.setdefault(home(known, key.key.chunk_id()), []).append((key, size))
-        there = await self._give_all(live, {name: part for name, part in by_name.items() if name in live}, False, moved)
-        return there.settled
+        sizes = dict(window)
+        live = self._neighbours.live()
+        by_name = {name: [(key, sizes[key]) for key in part] for name, part in self._by_home(list(sizes)).items() if name in live}
+        return (await self._give_all(live, by_name, False, moved)).settled
+
+    async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of some chunks that have moved home which have not been lost there since, and will not be by that server's end."""
+        live = self._neighbours.live()
+        asked = [self._still_there(live[name], part) for name, part in self._by_home(keys).items() if name in live]
+        return [key for there in await asyncio.gather(*asked) for key in there]
+
+    def _by_home(self, keys: Sequence[ChunkKey]) -> dict[str, list[ChunkKey]]:
+        known = list(self._neighbours.known())
+        by_name: dict[str, list[ChunkKey]] = {}
+        for key in keys if known else ():
+            by_name.setdefault(home(known, key.key.chunk_id()), []).append(key)
+        return by_name
+
+    async def _still_there(self, member: Member, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        try:
+            return await self._neighbours.still_there(member, keys, SEND_TIMEOUT_S)
+        except (UnavailableError, AuthenticationError, ProtocolError) as exc:
+            logger.warning("%s does not say whether it has its chunks, which stay here: %s", member.name, exc)
+            member.failed()
+            return []
 
     async def _give_all(self, live: Mapping[str, Member], by_name: Mapping[str, Sequence[Sized]], may_evict: bool, moved: Moved) -> Outcome:
         outcomes = await asyncio.gather(*(self._give(live[name], part, may_evict, moved) for name, part in by_name.items()))

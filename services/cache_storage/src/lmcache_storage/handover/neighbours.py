@@ -51,6 +51,12 @@ class Neighbours:
             stored = await client.put(able, timeout_s) if able else []
         return {chunk.key: False for chunk in chunks} | {chunk.key: is_there for chunk, is_there in zip(able, stored, strict=True)}
 
+    async def still_there(self, member: Member, keys: Sequence[ChunkKey], timeout_s: float) -> list[ChunkKey]:
+        """Those that it will not lose, as far as can be asked: for other tenants' chunks, that it is there itself. Raises as `send`."""
+        await member.client.ping(timeout_s)
+        missing = set(await self.missing_there(member, [key for key in keys if key.tenant == self._tenant], timeout_s))
+        return [key for key in keys if key not in missing]
+
     async def missing_there(self, member: Member, keys: Sequence[ChunkKey], timeout_s: float) -> list[ChunkKey]:
         """Those that need to be sent. Whether a chunk of another tenant is there cannot be asked. Raises as `send`."""
         ours = [key for key in keys if key.tenant == self._tenant]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_core.keys import ChunkKey
+from lmcache_core.storage.local_store import LOCAL_TIERS
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.remote.rendezvous import home
 from lmcache_core.storage.stack import TierStack
@@ -41,7 +42,7 @@ class Rebalancer:
         stack: The same, to be forgotten.
         neighbours: The others.
         mover: Sends chunks.
-        door: Where others, who may have seen other servers than this one, give it theirs.
+        door: Where others, who may have seen other servers than this one, give it theirs; told what leaves.
         pinned: What stays here all the same.
         is_open: Whether this server stays; one that drains does not move what it hands over anyway.
     """
@@ -90,16 +91,26 @@ class Rebalancer:
     async def _move(self, window: Sequence[Sized], moved: Moved) -> None:
         now = asyncio.get_running_loop().time
         began = now()
-        settled = await self._mover.move_home(window, moved)
+        leaving, keys = self._door.leaving, {key for key, _ in window}
+        leaving.begin(keys)
+        settled: Sequence[ChunkKey] = ()
+        try:
+            settled = await self._mover.move_home(window, moved)
+        finally:
+            leaving.end(keys.difference(settled))
         if settled:
             self._moved.append((now() + FORGET_AFTER_S, settled))
         await asyncio.sleep(now() - began)
 
     async def _forget(self, known: frozenset[str]) -> None:
-        """Give up what moved a while ago, unless its home is here again."""
+        """Give up what moved a while ago, unless it has to stay: its home is here again or has lost it, or it was stored here anew."""
+        leaving = self._door.leaving
         while self._is_open() and self._moved and self._moved[0][0] <= asyncio.get_running_loop().time():
             _, keys = self._moved.popleft()
-            await self._stack.batched_remove([key for key in keys if not self._stays(key, known)])
+            there = await self._mover.still_home([key for key in keys if key in leaving and not self._stays(key, known)])
+            gone = [key for key in there if key in leaving]
+            await leaving.forget(gone, self._stack.batched_remove(gone, LOCAL_TIERS))
+            leaving.end(keys)
 
     def _stays(self, key: ChunkKey, known: frozenset[str]) -> bool:
         return key in self._pinned or home([*known, self._neighbours.instance], key.key.chunk_id()) == self._neighbours.instance

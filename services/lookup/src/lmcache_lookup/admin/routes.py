@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_lookup.admin.schemas import EVICT, MAX_TENANTS_PER_ANSWER, EvictedAnswer, StatsAnswer, TenantsAnswer
 from lmcache_lookup.admin.service import read_stats, read_tenants, tenant_for
@@ -14,7 +14,7 @@ from lmcache_lookup.formats import answered
 from lmcache_lookup.openapi import documented
 from lmcache_lookup.schemas import TenantInQuery
 
-router = APIRouter(prefix="/v1", tags=["admin"])
+router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 
 Limit = Annotated[int, Query(ge=1, le=MAX_TENANTS_PER_ANSWER)]
 

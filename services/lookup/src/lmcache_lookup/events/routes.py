@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from lmcache_core.lookup.messages import EventsAck
-from lmcache_servicekit.auth import ClientPrincipal
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_lookup.dependencies import Events
 from lmcache_lookup.events.schemas import EVENTS
 from lmcache_lookup.formats import answered
 from lmcache_lookup.openapi import documented
 
-router = APIRouter(prefix="/v1", tags=["events"])
+router = APIRouter(prefix="/v1", tags=["events"], route_class=GuardedRoute)
 
 
 @router.post("/events", summary="Report stores and removals", **documented(EVENTS, EventsAck))

@@ -35,23 +35,23 @@ def create_index(settings: LookupSettings) -> LookupIndex:
     """Build the index that the settings ask for; connects to nothing.
 
     Raises:
-        ConfigError: The Redis URL or a file for TLS cannot be read.
+        ConfigError: The Redis URL, a file for TLS, or the sentinels' password cannot be read.
     """
     if settings.redis_url is None:
         from lmcache_lookup.index.embedded import EmbeddedIndex
 
         return EmbeddedIndex(max_chunks=settings.max_chunks, max_instances=settings.max_instances)
-    from lmcache_core.security.tls import TlsFiles
+    from lmcache_servicekit.sentinel_login import sentinel_login
 
     from lmcache_lookup.index.guarded import GuardedIndex
     from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
-    tls = TlsFiles(settings.redis_tls_cert_file, settings.redis_tls_key_file, settings.redis_tls_ca_file)
     options = RedisIndexOptions(
         read_timeout_s=settings.redis_timeout_ms / 1000,
         write_timeout_s=settings.redis_write_timeout_ms / 1000,
         entry_ttl_s=settings.entry_ttl_s,
         max_instances=settings.max_instances,
-        tls=tls,
+        tls=settings.redis_tls,
+        sentinel_login=sentinel_login(settings),
     )
     return GuardedIndex(RedisIndex(settings.redis_url.get_secret_value(), options))

@@ -58,3 +58,16 @@ save(ARGV[1], lease)
 return {lease[5], 0, 1}
 """
 )
+
+# KEYS mark. Returns it in milliseconds; a bucket without one gets one.
+MARK: Final = Script(
+    NOW
+    + """
+local mark = redis.call('GET', KEYS[1])
+if not mark then
+  mark = string.format('%d', now_ms)
+  redis.call('SET', KEYS[1], mark)
+end
+return mark
+"""
+)

@@ -15,7 +15,17 @@ from redis.exceptions import AskError, MovedError, ResponseError, TryAgainError
 from lmcache_lookup.index import cluster_scripts as scripts
 from lmcache_lookup.index.base import ClaimedElsewhereError, IndexEvent, LeaseState
 from lmcache_lookup.index.cluster_map import ClusterMap, slot_of
-from lmcache_lookup.index.packing import LEASES_KEY, TENANTS_KEY, VERSION_KEY, bucket_key, bucket_of, pack_life, pack_number
+from lmcache_lookup.index.packing import (
+    LEASES_KEY,
+    NUM_BUCKETS,
+    TENANTS_KEY,
+    VERSION_KEY,
+    bucket_key,
+    bucket_of,
+    mark_key,
+    pack_life,
+    pack_number,
+)
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call
 from lmcache_lookup.index.redis_shards import MastersSeen, RedisShards, Taking
 
@@ -149,6 +159,7 @@ class ClusterShards(RedisShards):
                 if self._map.is_stale:
                     await self._map.refresh()
                 found = await asyncio.gather(*(node.exchange(_WHO) for node in self._map.masters()))
+                marks = await self._marks()
         except CLIENT_ERRORS:
             self._map.is_stale = True
             return MastersSeen()
@@ -161,7 +172,20 @@ class ClusterShards(RedisShards):
                 return MastersSeen()
             run_ids.append(told["run_id"])
             epochs.append(int(told.get("cluster_current_epoch", 0)))
-        return MastersSeen(max(epochs, default=0), ",".join(sorted(run_ids)))
+        return MastersSeen(max(epochs, default=0), ",".join(sorted(run_ids)), marks)
+
+    async def _marks(self) -> str:
+        """Those of all buckets, or nothing where a server refuses, because it is full or thinks that the cluster is not whole."""
+        keys = [mark_key(bucket) for bucket in range(NUM_BUCKETS)]
+        try:
+            marks = await self.many([Command(key, ("GET", key)) for key in keys])
+            missing = [place for place, mark in enumerate(marks) if mark is None]
+            made = await self.many([call(scripts.MARK, [keys[place]], []) for place in missing])
+        except ResponseError:
+            return ""
+        for place, mark in zip(missing, made, strict=True):
+            marks[place] = mark
+        return b",".join(marks).decode()
 
     def _note_refusals(self, found: Sequence[Sequence[Any]]) -> None:
         """Log changes only. Without these commands all goes well until a server loses something."""

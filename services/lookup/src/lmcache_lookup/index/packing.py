@@ -7,6 +7,8 @@ lmc2:{i}:version        changes with every change of who is alive
 lmc2:{i}:numbers        last instance number that was given out
 lmc2:{i}:tenants        set of tenants that have buckets
 lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids (see redis_scripts)
+lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in milliseconds
+lmc2:{i}:marks          the newest marks of all buckets that instances were told of, with commas
 ```
 The bucket is the first 6 bits of the chunk id, in two hex digits. What stands in braces is a hash tag; its two letters are such that bucket
 k lies in the k-th of 64 equal parts of a cluster's slots. A holder:
@@ -25,14 +27,19 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from lmcache_core.keys import CHUNK_ID_BYTES
+
 NUM_BUCKETS: Final = 64
 LEASES_KEY: Final = "lmc2:{i}:leases"
 VERSION_KEY: Final = "lmc2:{i}:version"
 NUMBERS_KEY: Final = "lmc2:{i}:numbers"
 TENANTS_KEY: Final = "lmc2:{i}:tenants"
 NODES_KEY: Final = "lmc2:{i}:nodes"
+MARKS_KEY: Final = "lmc2:{i}:marks"
 
 NUMBER_BYTES: Final = 4
+
+_BUCKET_SHIFT: Final = 2
 
 # Two for each bucket.
 _TAG_LETTERS: Final = (
@@ -54,17 +61,30 @@ class PackedHolder(NamedTuple):
 
 def bucket_of(chunk_id: bytes) -> int:
     """Which of the 64 buckets a chunk lies in."""
-    return chunk_id[0] >> 2
+    return chunk_id[0] >> _BUCKET_SHIFT
 
 
-def buckets_of(chunk_ids: Sequence[bytes]) -> list[int]:
-    """`bucket_of` for many."""
-    return [chunk_id[0] >> 2 for chunk_id in chunk_ids]
+def split_by_bucket(chunk_ids: Sequence[bytes]) -> list[list[bytes]]:
+    """The ids that lie in each of the 64 buckets.
+
+    Raises:
+        ValueError: They have not 16 bytes each.
+    """
+    buckets: list[list[bytes]] = [[] for _ in range(NUM_BUCKETS)]
+    first_bytes = b"".join(chunk_ids)[::CHUNK_ID_BYTES]
+    for first_byte, chunk_id in zip(first_bytes, chunk_ids, strict=True):
+        buckets[first_byte >> _BUCKET_SHIFT].append(chunk_id)
+    return buckets
 
 
 def bucket_key(tenant: str, bucket: int) -> str:
     """The key of a tenant's bucket."""
     return _BUCKET_PREFIXES[bucket] + tenant
+
+
+def mark_key(bucket: int) -> str:
+    """The key of a bucket's mark, for all tenants: it lies where the bucket lies, and is lost with it. No tenant is called so."""
+    return _BUCKET_PREFIXES[bucket] + "!"
 
 
 def lease_field(owner: str, instance: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
 from lmcache_core.security.tls import TlsFiles
+from lmcache_servicekit.sentinel_login import SentinelLogin
 
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import (
@@ -26,20 +27,22 @@ from lmcache_lookup.index.base import (
     LeaseState,
     LookupIndex,
 )
+from lmcache_lookup.index.bucket_reads import BucketReads
 from lmcache_lookup.index.cluster_map import ClusterMap
 from lmcache_lookup.index.cluster_shards import ClusterShards
 from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.one_server import OneServer
 from lmcache_lookup.index.packing import (
     LEASES_KEY,
+    MARKS_KEY,
     NODES_KEY,
     NUM_BUCKETS,
     NUMBERS_KEY,
     TENANTS_KEY,
     VERSION_KEY,
     bucket_key,
-    buckets_of,
     lease_field,
+    split_by_bucket,
     unpack_holders,
 )
 from lmcache_lookup.index.redis_node import Argument, Command, within
@@ -62,6 +65,7 @@ class RedisIndexOptions:
         entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_instances: Bound on leases.
         tls: Whom to trust and what to show, where the URL is one with TLS.
+        sentinel_login: What sentinels are told; None: nothing.
     """
 
     read_timeout_s: float = 0.1
@@ -69,6 +73,7 @@ class RedisIndexOptions:
     entry_ttl_s: int = 86_400
     max_instances: int = 4096
     tls: TlsFiles | None = None
+    sentinel_login: SentinelLogin | None = None
 
 
 class RedisIndex(LookupIndex):
@@ -89,7 +94,8 @@ class RedisIndex(LookupIndex):
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
-        self._shards = _shards_of(read_redis_url(url, options.tls), options.write_timeout_s)
+        self._shards = _shards_of(read_redis_url(url, options.tls, options.sentinel_login), options.write_timeout_s)
+        self._reads = BucketReads()
         self._sweeper = BucketSweeper(self._shards, self._current_table)
 
     async def open(self) -> None:
@@ -138,9 +144,8 @@ class RedisIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        commands = [
-            Command(key, ("HDEL", key, *(chunk_ids[place] for place in inside))) for key, inside in _by_bucket(tenant, chunk_ids).items()
-        ]
+        asked = [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(split_by_bucket(chunk_ids)) if inside]
+        commands = [Command(key, ("HDEL", key, *inside)) for key, inside in asked]
         return sum(await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
@@ -165,17 +170,17 @@ class RedisIndex(LookupIndex):
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         seen = await self._shards.masters_seen()
         lease: list[Argument] = [lease_field(owner, claim.instance), incarnation_text(claim.incarnation), claim.kind, claim.ttl_ms]
-        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids]
-        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY], argv)
+        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids, seen.marks]
+        keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
+        next_sequence, resync, taken = await self._shards.run(scripts.RENEW, keys, argv)
         if not taken:
             raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
         return LeaseState(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """The version is asked for with the values, and on its server before them: who is alive by it was so after the call began."""
-        buckets = _by_bucket(tenant, chunk_ids)
-        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY))]
-        commands += [Command(key, ("HMGET", key, *[chunk_ids[place] for place in inside])) for key, inside in buckets.items()]
+        buckets = split_by_bucket(chunk_ids)
+        commands = [Command(VERSION_KEY, ("GET", VERSION_KEY)), *self._reads.of(tenant, buckets)]
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
@@ -183,10 +188,9 @@ class RedisIndex(LookupIndex):
         read = {value: self._live_holders(value or b"") for value in set(values)}
         if len(read) == 1:
             return list(read.values()) * len(chunk_ids)
-        result: list[list[Holder]] = [[]] * len(chunk_ids)
-        for place, value in zip(itertools.chain.from_iterable(buckets.values()), values, strict=True):
-            result[place] = read[value]
-        return result
+        asked = itertools.chain.from_iterable(buckets)
+        value_of = dict(zip(asked, values, strict=True))
+        return [read[value_of[chunk_id]] for chunk_id in chunk_ids]
 
     def _live_holders(self, value: bytes) -> list[Holder]:
         known = self._table.by_identity
@@ -219,14 +223,6 @@ def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:
     if not target.is_cluster:
         return OneServer(target.node(timeout_s))
     return ClusterShards(ClusterMap(target.addresses, target.members(timeout_s)), timeout_s)
-
-
-def _by_bucket(tenant: str, chunk_ids: Sequence[bytes]) -> dict[str, list[int]]:
-    """A bucket's key -> positions in `chunk_ids`."""
-    places: list[list[int]] = [[] for _ in range(NUM_BUCKETS)]
-    for place, bucket in enumerate(buckets_of(chunk_ids)):
-        places[bucket].append(place)
-    return {bucket_key(tenant, bucket): inside for bucket, inside in enumerate(places) if inside}
 
 
 def _to_every_bucket(name: str, tenant: str) -> list[Command]:

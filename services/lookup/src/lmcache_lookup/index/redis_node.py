@@ -11,7 +11,7 @@ import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
 from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError, ResponseError
 
 T = TypeVar("T")
 Argument = bytes | str | int
@@ -40,21 +40,25 @@ class Command(NamedTuple):
 
     Attributes:
         key: One of its keys: all are of one hash slot.
-        words: Name and arguments; those of a script's call without its name.
+        words: Name and arguments; those of a script's call without its name; nothing where it is packed already.
         script: What is called.
+        packed: The whole command as it is sent.
     """
 
     key: str
     words: tuple[Argument, ...]
     script: Script | None = None
+    packed: bytes = b""
 
-    def short(self) -> tuple[Argument, ...]:
+    def short(self) -> bytes:
         """What is sent first: a script is called by its digest."""
-        return self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words)
+        if self.packed:
+            return self.packed
+        return _packed(self.words if self.script is None else ("EVALSHA", self.script.digest, *self.words))
 
-    def full(self) -> tuple[Argument, ...]:
+    def full(self) -> bytes:
         """What is sent to a server that has forgotten the script."""
-        return self.words if self.script is None else ("EVAL", self.script.text, *self.words)
+        return self.short() if self.script is None else _packed(("EVAL", self.script.text, *self.words))
 
 
 def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Command:
@@ -115,20 +119,21 @@ class RedisNode:
         self._num_calls += 1
         try:
             async with self._turns:
-                return (await self._send([("ASKING",), command.full()]))[1]
+                return (await self._send([_packed(("ASKING",)), command.full()]))[1]
         finally:
             self._num_calls -= 1
 
-    async def _send(self, requests: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    async def _send(self, requests: Sequence[bytes]) -> list[Any]:
         """A connection that was lost before anything was answered is replaced once: the pool may hold some that a restart has cut."""
         pool = self._client.connection_pool
         for is_last in (False, True):
             answers: list[Any] = []
             connection = await pool.get_connection()  # type: ignore[no-untyped-call]
             try:
-                await connection.send_packed_command(_packed(requests), check_health=False)
+                await connection.send_packed_command(b"".join(requests), check_health=False)
                 while len(answers) < len(requests):
                     answers.append(await _answer_of(connection))
+                    await _take_what_came(connection, answers, len(requests))
                 return answers
             except LostConnectionError:
                 if is_last or answers:
@@ -153,9 +158,10 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T:
         raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
 
 
-def _packed(requests: Sequence[tuple[Argument, ...]]) -> bytes:
-    """Redis-py's own packing takes a third of a lookup's time. The library's types know tuples of one word alone."""
-    return b"".join([hiredis.pack_command(words) for words in requests])  # type: ignore[arg-type]
+def _packed(words: tuple[Argument, ...]) -> bytes:
+    """Redis-py's own packing takes much longer. The library's types know tuples of one word alone."""
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    return packed
 
 
 async def _answer_of(connection: Any) -> Any:
@@ -163,3 +169,28 @@ async def _answer_of(connection: Any) -> Any:
         return await connection.read_response(disable_decoding=True)
     except ResponseError as exc:
         return exc
+
+
+async def _take_what_came(connection: Any, answers: list[Any], num_wanted: int) -> None:
+    """Append answers that have come together with the last one.
+
+    To have redis-py read each takes twice as long as all else that it does, so its parser is asked for them directly. That is no promise
+    of redis-py's: where it has another parser, the next answer is read as the first.
+    """
+    parser = getattr(connection, "_parser", None)
+    reader = getattr(parser, "_reader", None)
+    if parser is None or not isinstance(reader, hiredis.Reader):
+        return
+    while len(answers) < num_wanted:
+        answer: Any = reader.gets(False)
+        if isinstance(answer, LostConnectionError):
+            raise answer
+        if isinstance(answer, ReadOnlyError):
+            # As redis-py does where sentinels say who the master is: a new connection asks them again.
+            raise LostConnectionError("the server is no master any more")
+        if isinstance(answer, hiredis.PushNotification):
+            await parser.handle_push_response(answer)
+        elif type(answer) is object:  # that more has to come first
+            return
+        else:
+            answers.append(answer)

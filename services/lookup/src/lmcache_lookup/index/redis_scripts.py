@@ -51,27 +51,38 @@ local function merge(bucket, id, rest, is_store, number, max_holders)
 end
 """
 
-# KEYS leases, version, numbers, nodes. ARGV field, incarnation, kind, ttl_ms, max_instances, epoch, run ids of the cluster's masters in
-# order, or '' for no cluster, or when not all of them answer. Returns {next_sequence, resync, ok}.
-# A run id that is not among the known ones may have lost what was acknowledged: all instances are asked to announce again.
+# KEYS leases, version, numbers, nodes, marks. ARGV field, incarnation, kind, ttl_ms, max_instances, epoch, run ids of the cluster's masters
+# in order and marks of its buckets, each '' for no cluster, or when not all of them answer. Returns {next_sequence, resync, ok}.
+# Who has a run id that is not among the known ones, or a bucket with a newer mark, may have lost what was acknowledged: all instances are
+# asked to announce again. An older mark is from a look that another replica took before.
 RENEW: Final = Script(
     NOW
     + """
 local field, incarnation, kind, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local lost = false
 if ARGV[7] ~= '' then
   local known, epoch = redis.call('GET', KEYS[4]), tonumber(ARGV[6])
   known = known and cjson.decode(known) or {0, ''}
   if epoch >= known[1] and ARGV[7] ~= known[2] then
-    local is_new = false
-    for id in string.gmatch(ARGV[7], '[^,]+') do is_new = is_new or not string.find(known[2], id, 1, true) end
-    local leases = is_new and redis.call('HGETALL', KEYS[1]) or {}
-    for i = 1, #leases, 2 do
-      local lease = cjson.decode(leases[i + 1])
-      lease[6] = 1
-      save(leases[i], lease)
-    end
+    for id in string.gmatch(ARGV[7], '[^,]+') do lost = lost or not string.find(known[2], id, 1, true) end
     redis.call('SET', KEYS[4], cjson.encode({epoch, ARGV[7]}))
   end
+end
+if ARGV[8] ~= '' then
+  local marks, place, is_newer = {}, 0, false
+  for mark in string.gmatch(redis.call('GET', KEYS[5]) or '', '%d+') do marks[#marks + 1] = tonumber(mark) end
+  for mark in string.gmatch(ARGV[8], '%d+') do
+    place = place + 1
+    if tonumber(mark) > (marks[place] or 0) then marks[place], is_newer = tonumber(mark), true end
+  end
+  if is_newer then redis.call('SET', KEYS[5], table.concat(marks, ',')) end
+  lost = lost or is_newer
+end
+local leases = lost and redis.call('HGETALL', KEYS[1]) or {}
+for i = 1, #leases, 2 do
+  local lease = cjson.decode(leases[i + 1])
+  lease[6] = 1
+  save(leases[i], lease)
 end
 local raw = redis.call('HGET', KEYS[1], field)
 local number

@@ -40,15 +40,17 @@ class Taking:
 
 @dataclass(frozen=True, slots=True)
 class MastersSeen:
-    """Which processes hold a cluster's slots.
+    """Which processes hold a cluster's slots, and since when they have what is in its buckets.
 
     Attributes:
         epoch: The cluster's; an older one is an older picture.
         run_ids: Sorted, with commas; nothing where there is no cluster, or not all of them answered.
+        marks: Of all buckets, with commas; a bucket that was emptied has a newer one. Nothing where `run_ids` is, or one refused.
     """
 
     epoch: int = 0
     run_ids: str = ""
+    marks: str = ""
 
 
 class RedisShards(abc.ABC):

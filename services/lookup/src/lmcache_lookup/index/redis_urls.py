@@ -1,86 +1,23 @@
-"""What a Redis URL means: one server, one behind sentinels, or a cluster, each with or without TLS."""
+"""What a Redis URL means for the index: servers that commands are sent to, of one kind or another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from dataclasses import dataclass
 
-import redis.asyncio as redis_asyncio
-from lmcache_core.errors import ConfigError
-from lmcache_core.security.tls import ReloadingContext, TlsFiles, client_context
-from redis.asyncio.connection import SSLConnection
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
-from redis.backoff import NoBackoff
+from lmcache_core.security.tls import TlsFiles
+from lmcache_servicekit import redis_target
+from lmcache_servicekit.redis_target import Address, RedisLimits
+from lmcache_servicekit.sentinel_login import SentinelLogin
 
 from lmcache_lookup.index.redis_node import MAX_CONNECTIONS, RedisNode
 
-Address = tuple[str, int]
-
-DEFAULT_PORT: Final = 6379
-DEFAULT_SENTINEL_PORT: Final = 26379
-SERVER_SCHEMES: Final = ("redis", "rediss", "unix")
-SENTINEL_SCHEMES: Final = ("redis-sentinel", "rediss-sentinel")
-CLUSTER_SCHEMES: Final = ("redis-cluster", "rediss-cluster")
-REDIS_SCHEMES: Final = (*SERVER_SCHEMES, *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
-TLS_SCHEMES: Final = ("rediss", "rediss-sentinel", "rediss-cluster")
-
-_CANNOT_BE_READ: Final = (
-    "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for others see its documentation"
-)
-
-
-class TlsConnection(SSLConnection):
-    """A connection over TLS that looks at its files again when it is made anew; redis-py's own does so once.
-
-    Args:
-        tls: What it connects with.
-        options: Those of redis-py's connection.
-    """
-
-    def __init__(self, tls: ReloadingContext, **options: Any) -> None:
-        super().__init__(**options)
-        self.ssl_context = _Given(tls)  # type: ignore[assignment]
-
-
-class SentinelTlsConnection(TlsConnection, SentinelManagedSSLConnection):
-    """A connection over TLS to the server that sentinels name."""
+__all__ = ["Address", "RedisTarget", "read_redis_url"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """In the place of redis-py's maker of contexts."""
-
-    context: ReloadingContext
-
-    def get(self) -> ReloadingContext:
-        return self.context
-
-
-@dataclass(frozen=True, slots=True)
-class RedisTarget:
-    """A Redis URL, taken apart.
-
-    Attributes:
-        url: As given.
-        tls: Whom to trust and what to show, where the scheme is one with TLS. Each new connection reads them.
-        scheme: One of `REDIS_SCHEMES`.
-        addresses: Sentinels, or servers of the cluster to begin with; nothing for one server.
-        service: What the sentinels call it.
-    """
-
-    url: str = field(repr=False)
-    tls: TlsFiles
-    scheme: str
-    addresses: tuple[Address, ...]
-    service: str
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether it is a Redis Cluster."""
-        return self.scheme in CLUSTER_SCHEMES
+class RedisTarget(redis_target.RedisTarget):
+    """A Redis URL, taken apart."""
 
     def node(self, timeout_s: float) -> RedisNode:
         """The one server, or the one behind the sentinels. Connects to nothing.
@@ -88,12 +25,8 @@ class RedisTarget:
         Raises:
             ConfigError: The URL or a file for TLS cannot be read.
         """
-        try:
-            return self._behind_sentinels(timeout_s) if self.scheme in SENTINEL_SCHEMES else self._direct(timeout_s)
-        except ConfigError:
-            raise
-        except ValueError:
-            raise ConfigError(_CANNOT_BE_READ) from None
+        client, sentinels = self.client(_limits(timeout_s))
+        return RedisNode(client, sentinels)
 
     def members(self, timeout_s: float) -> Callable[[Address], RedisNode]:
         """Makes the servers of the cluster. Connects to nothing.
@@ -101,75 +34,19 @@ class RedisTarget:
         Raises:
             ConfigError: A file for TLS cannot be read.
         """
-        options = {**self._credentials(), **self._tls(TlsConnection), **_options(timeout_s)}
-        return lambda address: RedisNode(_client_of(address, options))
-
-    def _direct(self, timeout_s: float) -> RedisNode:
-        # TLS is ours to add: from the URL redis-py would make connections that never look at their files again.
-        plain = "redis" + self.url.removeprefix(self.scheme) if self.scheme in TLS_SCHEMES else self.url
-        pool = redis_asyncio.ConnectionPool.from_url(plain, **self._tls(TlsConnection), **_options(timeout_s))
-        return RedisNode(redis_asyncio.Redis.from_pool(pool))
-
-    def _behind_sentinels(self, timeout_s: float) -> RedisNode:
-        limits = {**_options(timeout_s), "socket_timeout": timeout_s}
-        sentinels = Sentinel([])  # type: ignore[no-untyped-call]
-        sentinels.sentinels = [_client_of(address, {**self._tls(TlsConnection), **limits}) for address in self.addresses]
-        options = {**self._credentials(), **self._tls(SentinelTlsConnection), **_options(timeout_s)}
-        client: redis_asyncio.Redis = sentinels.master_for(self.service, **options)
-        return RedisNode(client, sentinels.sentinels)
-
-    def _credentials(self) -> dict[str, Any]:
-        user, password = _credentials_of(self.url)
-        return {"username": user, "password": password}
-
-    def _tls(self, connection_class: type[TlsConnection]) -> dict[str, Any]:
-        """Arguments for connections, where the scheme is one with TLS."""
-        return {"connection_class": connection_class, "tls": client_context(self.tls)} if self.scheme in TLS_SCHEMES else {}
+        member = self.member(_limits(timeout_s))
+        return lambda address: RedisNode(member(address))
 
 
-def read_redis_url(url: str, tls: TlsFiles | None = None) -> RedisTarget:
-    """Take a URL apart: `redis://`, `rediss://`, `unix://`; `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
-    `redis[s]-cluster://[user:password@]host:port,host:port`.
+def read_redis_url(url: str, tls: TlsFiles | None = None, login: SentinelLogin | None = None) -> RedisTarget:
+    """Take a URL apart (see `RedisTarget.read`).
 
     Raises:
         ConfigError: It cannot be read. The text does not repeat it: it may hold a password.
     """
-    try:
-        scheme, path = urlsplit(url).scheme, urlsplit(url).path.strip("/")
-        if scheme not in REDIS_SCHEMES or (scheme in CLUSTER_SCHEMES and path):
-            raise ValueError("neither scheme nor path can be anything")
-        addresses: tuple[Address, ...] = ()
-        if scheme not in SERVER_SCHEMES:
-            default_port = DEFAULT_SENTINEL_PORT if scheme in SENTINEL_SCHEMES else DEFAULT_PORT
-            hosts = urlsplit(url).netloc.rpartition("@")[2]
-            addresses = tuple(_address_of(text, default_port) for text in hosts.split(","))
-        return RedisTarget(url, tls or TlsFiles(), scheme, addresses, path or "mymaster")
-    except ValueError:
-        raise ConfigError(_CANNOT_BE_READ) from None
+    return RedisTarget.read(url, tls, login)
 
 
-def _address_of(text: str, default_port: int) -> Address:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        raise ValueError("an address without a host")
-    return parts.hostname, parts.port or default_port
-
-
-def _credentials_of(url: str) -> tuple[str | None, str | None]:
-    user, _, password = urlsplit(url).netloc.rpartition("@")[0].partition(":")
-    return unquote(user) or None, unquote(password) or None
-
-
-def _options(timeout_s: float) -> dict[str, Any]:
-    return {
-        "retry": Retry(NoBackoff(), 0),
-        "socket_connect_timeout": timeout_s,
-        # Every call has a deadline of its own.
-        "socket_timeout": None,
-        "max_connections": MAX_CONNECTIONS,
-    }
-
-
-def _client_of(address: Address, options: dict[str, Any]) -> redis_asyncio.Redis:
-    host, port = address
-    return redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(host=host, port=port, **options))
+def _limits(timeout_s: float) -> RedisLimits:
+    """A node sends again by itself."""
+    return RedisLimits(timeout_s, MAX_CONNECTIONS, num_retries=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from lmcache_core.lookup.messages import InstanceLease
-from lmcache_servicekit.auth import ClientPrincipal
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_lookup.dependencies import Index, Metrics, Settings
 from lmcache_lookup.formats import answered
@@ -13,7 +13,7 @@ from lmcache_lookup.instances.schemas import LEASE, InstanceEntry, InstancesAnsw
 from lmcache_lookup.openapi import documented
 from lmcache_lookup.schemas import IncarnationInQuery, InstanceInPath
 
-router = APIRouter(prefix="/v1", tags=["instances"])
+router = APIRouter(prefix="/v1", tags=["instances"], route_class=GuardedRoute)
 
 
 @router.put("/instances/{instance}", summary="Take or renew a lease", **documented(LEASE, InstanceLease))

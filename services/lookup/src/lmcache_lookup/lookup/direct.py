@@ -6,13 +6,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.routing import APIRoute
-from lmcache_servicekit.auth import client_of
+from lmcache_servicekit.auth import GuardedRoute
 
 from lmcache_lookup.dependencies import get_parts
 
 
-class DirectRoute(APIRoute):
+class DirectRoute(GuardedRoute):
     """Hands its endpoint `request`, `caller` and `service`, which are all that it may take.
 
     FastAPI finds them, too, and documents them as ever; but that takes longer than all else that HTTP costs a lookup.
@@ -20,10 +19,11 @@ class DirectRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request."""
+        guard = self.guard()
         endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
 
         async def handle(request: Request) -> Response:
-            caller = await client_of(request)
+            caller = await guard.admit(request)
             parts = await get_parts(request)
             return await endpoint(request=request, caller=caller, service=parts.lookup)
 

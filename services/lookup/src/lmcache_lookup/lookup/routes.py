@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from lmcache_core.lookup.messages import ContainsAnswer, LocationsAnswer, LookupAnswer, RouteAnswer
 from lmcache_core.lookup.requests import JSON
 from lmcache_core.lookup.runs import PackedLookupAnswer
-from lmcache_servicekit.auth import ClientPrincipal
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_lookup.dependencies import Lookup
 from lmcache_lookup.formats import answered, packed_answer, wants_packed
@@ -16,7 +16,7 @@ from lmcache_lookup.lookup.schemas import CHUNKS
 from lmcache_lookup.openapi import documented
 from lmcache_lookup.schemas import ChunkIdInPath
 
-router = APIRouter(prefix="/v1", tags=["lookup"])
+router = APIRouter(prefix="/v1", tags=["lookup"], route_class=GuardedRoute)
 questions = APIRouter(prefix="/v1", tags=["lookup"], route_class=DirectRoute)
 
 

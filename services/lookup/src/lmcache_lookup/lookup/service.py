@@ -100,11 +100,14 @@ def _runs(found: Sequence[list[Holder]]) -> list[tuple[list[Holder], int]]:
     """Lists of holders, and of how many chunks in a row each is: the chunks of a prompt mostly have the same holders."""
     runs: list[tuple[list[Holder], int]] = []
     begin = 0
-    for place in range(1, len(found) + 1):
+    current = found[0] if found else []
+    for place, holders in enumerate(found):
         # An index may give the same object to equal chunks: that is quick to see.
-        if place == len(found) or (found[place] is not found[begin] and found[place] != found[begin]):
-            runs.append((found[begin], place - begin))
-            begin = place
+        if holders is not current and holders != current:
+            runs.append((current, place - begin))
+            begin, current = place, holders
+    if found:
+        runs.append((current, len(found) - begin))
     return runs
 
 

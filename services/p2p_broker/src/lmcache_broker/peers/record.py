@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from lmcache_core.p2p import DrainReport, Peer, PeerStatus
@@ -27,7 +28,7 @@ class PeerRecord:
     lease_ends_s: float
     drain: DrainReport | None = None
     _pulls: dict[str, float] = field(default_factory=dict)
-    _shared_pulls: tuple[int, float] = (0, 0.0)
+    _shared_pulls: tuple[int, float] | None = None
     _num_anonymous: int = 0
 
     @property
@@ -41,13 +42,17 @@ class PeerRecord:
         return f"{self.field}#{self.peer.incarnation}"
 
     def num_pulls(self, now_s: float) -> int:
-        """Pulls that have neither ended nor outlived their tickets, as far as this broker or all of them know."""
+        """Pulls that have neither ended nor outlived their tickets, as all brokers know together, otherwise as this one does."""
         for pull_id, ends_s in list(self._pulls.items()):
             if ends_s > now_s:
                 break
             del self._pulls[pull_id]
-        num_shared, until_s = self._shared_pulls
-        return max(len(self._pulls), num_shared if now_s < until_s else 0)
+        if self._shared_pulls is not None:
+            num_shared, until_s = self._shared_pulls
+            if now_s < until_s:
+                return num_shared
+            self._shared_pulls = None
+        return len(self._pulls)
 
     def add_pull(self, ends_s: float, pull_id: str | None = None) -> None:
         """Count a pull. Tickets live equally long, so that the oldest is the first to expire."""
@@ -59,13 +64,23 @@ class PeerRecord:
 
     def end_pull(self, pull_id: str) -> None:
         """A pull is over before its ticket is; none of that id is fine."""
-        if self._pulls.pop(pull_id, None) is not None:
+        if self._pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             self._shared_pulls = (max(0, num_shared - 1), until_s)
 
-    def share_pulls(self, num_pulls: int, until_s: float) -> None:
-        """What all brokers together know of its pulls, believed until then unless said anew."""
-        self._shared_pulls = (num_pulls, until_s)
+    def renew_pull(self, pull_id: str, ends_s: float) -> None:
+        """A pull goes on, until no sooner than any other."""
+        if self._pulls.pop(pull_id, None) is not None:
+            self.add_pull(ends_s, pull_id)
+
+    def share_pulls(self, num_pulls: int) -> None:
+        """What all brokers together know of its pulls, believed until said anew or doubted."""
+        self._shared_pulls = (num_pulls, math.inf)
+
+    def doubt_pulls(self, until_s: float) -> None:
+        """The other brokers cannot be heard: what they said counts for no longer than that."""
+        if self._shared_pulls is not None:
+            self._shared_pulls = (self._shared_pulls[0], until_s)
 
     def status(self, now_s: float) -> PeerStatus:
         """What callers may see of it."""
@@ -82,3 +97,8 @@ class PeerRecord:
             expires_in_ms=max(0, round((self.lease_ends_s - now_s) * 1000)),
             drain=self.drain,
         )
+
+
+def peer_id_of(life: str) -> str:
+    """The id of the peer in a `PeerRecord.life`."""
+    return life.partition("/")[2].rpartition("#")[0]

@@ -6,28 +6,22 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
 import msgspec
-import redis.asyncio as redis_asyncio
-from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import DrainReport, Peer
-from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
+from lmcache_core.errors import UnavailableError
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
+from lmcache_servicekit.redis_target import RedisLimits, RedisTarget
 from redis.exceptions import RedisClusterException, RedisError
 
 from lmcache_broker.peers import redis_scripts as scripts
-from lmcache_broker.peers.shared import Changes, PullClaim, PullVerdict, SharedPeer
+from lmcache_broker.peers.pulls import MAX_PULL_S
+from lmcache_broker.peers.shared import Changes, PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
 
 MAX_CONNECTIONS: Final = 32
-MAX_ANNOUNCED_AT_ONCE: Final = 256
-DEFAULT_SENTINEL_PORT: Final = 26379
-DEFAULT_PORT: Final = 6379
-REDIS_SCHEMES: Final = ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster")
+MAX_TOLD_AT_ONCE: Final = 256
+MAX_ORDERING_PEERS: Final = 4096
+MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
 """After a failure nothing is asked for so long: a Redis that is away must not cost each request its deadline."""
 
@@ -39,20 +33,23 @@ class RedisPeers:
     """See `SharedPeers`. The constructor connects to nothing.
 
     Args:
-        url: `redis://`, `rediss://`, `unix://`, `redis-sentinel://[user:password@]host:port,host:port/service`, or
-            `redis-cluster://[user:password@]host:port,host:port`, password included.
+        target: Where it is.
         timeout_s: Limit on a call, from waiting for a connection to the last byte.
         clock: Seconds, monotonic.
 
     Raises:
-        ConfigError: The URL cannot be read.
+        ConfigError: The URL or a file for TLS cannot be read.
     """
 
-    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        try:
-            self._redis: Any = _MAKERS.get(urlsplit(url).scheme, _direct)(url, timeout_s)
-        except ValueError:
-            raise ConfigError("redis_url cannot be read; write redis://[user:password@]host:port[/database]") from None
+    def __init__(self, target: RedisTarget, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        limits = RedisLimits(timeout_s, MAX_CONNECTIONS, num_retries=1)
+        self._redis: Any
+        self._sentinels: Sequence[Any] = ()
+        if target.is_cluster:
+            self._redis = target.cluster(limits)
+        else:
+            self._redis, self._sentinels = target.client(limits)
+        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
         self._timeout_s = timeout_s
         self._clock = clock
         self._away_until = float("-inf")
@@ -62,9 +59,9 @@ class RedisPeers:
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
         """See `SharedPeers.announce`."""
         found: list[bool | None] = []
-        for begin in range(0, len(peers), MAX_ANNOUNCED_AT_ONCE):
+        for begin in range(0, len(peers), MAX_TOLD_AT_ONCE):
             argv: list[str | int] = []
-            for shared in peers[begin : begin + MAX_ANNOUNCED_AT_ONCE]:
+            for shared in peers[begin : begin + MAX_TOLD_AT_ONCE]:
                 incarnation = f"{shared.peer.incarnation:020d}"
                 argv += [_field(shared.owner, shared.peer.id), incarnation, int(shared.draining), shared.ttl_ms, _packed(shared)]
             found += [None if state < 0 else bool(state) for state in await self._run(scripts.ANNOUNCE, argv)]
@@ -90,39 +87,70 @@ class RedisPeers:
         self._epoch, self._seen = epoch, seq
         return Changes(peers, is_anew)
 
-    async def claim(self, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+    async def claim(self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
         """See `SharedPeers.claim`."""
-        argv: list[str | int] = [max_pulls, ttl_ms]
+        argv: list[str | int] = [who, max_pulls, ttl_ms]
         for claim in claims:
             argv += [claim.life, claim.pull_id]
         found = await self._run(scripts.CLAIM, argv)
         return [PullVerdict(bool(granted), num) for granted, num in zip(found[::2], found[1::2], strict=True)]
 
-    async def end_pulls(self, claims: Sequence[PullClaim]) -> None:
+    async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
+        """See `SharedPeers.restore_pulls`."""
+        for begin in range(0, len(pulls), MAX_TOLD_AT_ONCE):
+            argv: list[str | int] = []
+            for pull in pulls[begin : begin + MAX_TOLD_AT_ONCE]:
+                argv += [pull.who, pull.claim.life, pull.claim.pull_id, pull.age_ms, pull.ttl_ms]
+            await self._run(scripts.RESTORE_PULLS, argv)
+
+    async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
+        """See `SharedPeers.renew_pulls`."""
+        lives = await self._run(scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids])
+        return [life.decode() or None for life in lives]
+
+    async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
         """See `SharedPeers.end_pulls`."""
-        await self._run(scripts.END_PULLS, [text for claim in claims for text in (claim.life, claim.pull_id)])
+        return [bool(was_there) for was_there in await self._run(scripts.END_PULLS, [who, *pull_ids])]
+
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
+        """See `SharedPeers.order_copies`."""
+        for begin in range(0, len(orders), MAX_TOLD_AT_ONCE):
+            argv: list[str | int] = [ttl_ms, MAX_ORDERING_PEERS, MAX_ORDER_BYTES_PER_PEER]
+            for placed in orders[begin : begin + MAX_TOLD_AT_ONCE]:
+                order = placed.order
+                argv += [_field(placed.tenant, placed.server), f"{order.chunk_id} {order.instance} {order.distributed_url}"]
+            await self._run(scripts.ORDER_COPIES, argv)
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """See `SharedPeers.take_orders`."""
+        now_ms, lines = await self._run(scripts.TAKE_ORDERS, [_field(tenant, peer_id)])
+        found = [line.split(" ") for line in lines.decode().splitlines()]
+        return list(dict.fromkeys(CopyOrder(*order) for end_ms, *order in found if int(end_ms) > now_ms))
 
     async def ping(self) -> None:
         """See `SharedPeers.ping`."""
-        await self._within(self._redis.ping())
+        await self._within(self._redis.ping)
 
     async def close(self) -> None:
         """See `SharedPeers.close`."""
-        await self._redis.aclose()
+        for client in (self._redis, *self._sentinels):
+            await client.aclose()
 
     async def _run(self, script: str, argv: Sequence[str | int]) -> Any:
         if self._clock() < self._away_until:
             raise UnavailableError("redis did not answer a moment ago")
-        return await self._within(self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv))
+        return await self._within(lambda: self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv))
 
-    async def _within(self, call: Any) -> Any:
-        """Await `call`. Only the kind of a failure is kept, since its text may hold an address."""
+    async def _within(self, call: Callable[[], Any]) -> Any:
+        """Make a call. Only the kind of a failure is kept, since its text may hold an address."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await call
+            async with asyncio.timeout(self._timeout_s), self._turns:
+                answer = await call()
         except _CLIENT_ERRORS as exc:
             self._away_until = self._clock() + RETRY_S
             raise UnavailableError(f"redis: {type(exc).__name__} (limit {self._timeout_s:g} s)") from exc
+        self._away_until = float("-inf")
+        return answer
 
 
 def _field(owner: str, peer_id: str) -> str:
@@ -151,48 +179,3 @@ def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     return SharedPeer(
         owner, peer, load, raw[20] == "1", ttl_ms, num_pulls, is_gone=raw[21] == "1", drain=None if drain is None else DrainReport(*drain)
     )
-
-
-def _options(timeout_s: float) -> dict[str, Any]:
-    return {
-        "retry": Retry(NoBackoff(), 1),  # connections of the pool that a restarted Redis has dropped fail on first use
-        "socket_connect_timeout": timeout_s,
-        "socket_timeout": timeout_s,
-        "max_connections": MAX_CONNECTIONS,
-    }
-
-
-def _direct(url: str, timeout_s: float) -> redis_asyncio.Redis:
-    pool = redis_asyncio.BlockingConnectionPool.from_url(url, timeout=timeout_s, **_options(timeout_s))
-    return redis_asyncio.Redis.from_pool(pool)
-
-
-def _behind_sentinel(url: str, timeout_s: float) -> redis_asyncio.Redis:
-    parts = urlsplit(url)
-    addresses, login = _addresses(url, DEFAULT_SENTINEL_PORT)
-    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    sentinel = Sentinel(addresses, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
-    client: redis_asyncio.Redis = sentinel.master_for(parts.path.strip("/") or "mymaster", **login, **_options(timeout_s))
-    return client
-
-
-def _cluster(url: str, timeout_s: float) -> redis_asyncio.RedisCluster:
-    addresses, login = _addresses(url, DEFAULT_PORT)
-    nodes = [ClusterNode(host, port) for host, port in addresses]
-    return redis_asyncio.RedisCluster(startup_nodes=nodes, **login, **_options(timeout_s))
-
-
-def _addresses(url: str, default_port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """The addresses of a URL that has several, and the login before them."""
-    credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
-    user, _, password = credentials.partition(":")
-    found = []
-    for address in hosts.split(","):
-        host, _, port = address.partition(":")
-        if not host:
-            raise ValueError("an address without a host")
-        found.append((host, int(port or default_port)))
-    return found, {"username": unquote(user) or None, "password": unquote(password) or None}
-
-
-_MAKERS: Final = MappingProxyType({"redis-sentinel": _behind_sentinel, "redis-cluster": _cluster})

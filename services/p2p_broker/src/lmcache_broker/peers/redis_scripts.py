@@ -4,17 +4,19 @@ A record is text: incarnation (20 digits), draining (0 or 1), gone (0 or 1), end
 JSON that the scripts do not read. Each change of a peer takes the next number of `seq`, and `changes` holds the number of each peer's last
 one: what a broker has not seen is what has a higher number than it saw last. `epoch` is a word that is lost with everything else.
 
-A pull is a member `life NUL id` of `pulls`, scored with its end; `counts` has the number of each life.
+A pull is the member of its id in `pulls`, scored with its end; `owners` says of each `requester NUL life NUL begin`, so that any broker can
+renew and end what another has granted; `counts` has the number of each life. `orders` has a line for each
+copy that a peer is to make, `end chunk taker address`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts"))
+KEYS: Final = tuple(f"lmcache:{{broker}}:{name}" for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders"))
 
 _COMMON: Final = """
-local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function changed(field) redis.call('ZADD', CHANGES, redis.call('INCR', SEQ), field) end
@@ -30,17 +32,32 @@ local function load(field)
   record.live = record.gone == '0' and record.ends_ms > now_ms
   return record
 end
-local function forget(life)
-  if redis.call('HINCRBY', COUNTS, life, -1) <= 0 then redis.call('HDEL', COUNTS, life) end
+local function pull_of(id)
+  local raw = redis.call('HGET', OWNERS, id)
+  if not raw then return nil end
+  local who, life, began_ms = string.match(raw, '^([^%z]*)%z([^%z]*)%z(%d+)$')
+  return {who = who, life = life, began_ms = tonumber(began_ms)}
+end
+local function recount(life, by)
+  local count = redis.call('HINCRBY', COUNTS, life, by)
+  if count <= 0 then redis.call('HDEL', COUNTS, life) end
   local field = string.match(life, '^(.*)#')
   if redis.call('HEXISTS', RECORDS, field) == 1 then changed(field) end
+  return count
+end
+local function begin_pull(id, who, life, began_ms, ends_ms)
+  redis.call('ZADD', PULLS, ends_ms, id)
+  redis.call('HSET', OWNERS, id, who .. '\\0' .. life .. '\\0' .. string.format('%d', began_ms))
+  return recount(life, 1)
+end
+local function end_pull(id)
+  local pull = pull_of(id)
+  redis.call('ZREM', PULLS, id)
+  redis.call('HDEL', OWNERS, id)
+  if pull then recount(pull.life, -1) end
 end
 local function purge()
-  local over = redis.call('ZRANGEBYSCORE', PULLS, '-inf', now_ms, 'LIMIT', 0, 1000)
-  for _, member in ipairs(over) do
-    redis.call('ZREM', PULLS, member)
-    forget(string.match(member, '^([^%z]*)'))
-  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', PULLS, '-inf', now_ms, 'LIMIT', 0, 1000)) do end_pull(id) end
 end
 local function keep()
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 86400000) end
@@ -117,21 +134,18 @@ return found
 """
 )
 
-# ARGV max_pulls, ttl_ms, then for each pull its life and its id. Returns for each whether it is granted (0 or 1), and the life's pulls.
+# ARGV requester, max_pulls, ttl_ms, then for each pull its life and its id. Returns for each whether it is granted (0 or 1), and the life's
+# pulls.
 CLAIM: Final = (
     _COMMON
     + """
 purge()
 local found = {}
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   local life = ARGV[i]
   local count = tonumber(redis.call('HGET', COUNTS, life) or '0')
-  local granted = count < tonumber(ARGV[1]) and 1 or 0
-  if granted == 1 then
-    redis.call('ZADD', PULLS, now_ms + tonumber(ARGV[2]), life .. '\\0' .. ARGV[i + 1])
-    count = redis.call('HINCRBY', COUNTS, life, 1)
-    changed(string.match(life, '^(.*)#'))
-  end
+  local granted = count < tonumber(ARGV[2]) and 1 or 0
+  if granted == 1 then count = begin_pull(ARGV[i + 1], ARGV[1], life, now_ms, now_ms + tonumber(ARGV[3])) end
   found[#found + 1] = granted
   found[#found + 1] = count
 end
@@ -140,12 +154,76 @@ return found
 """
 )
 
-# ARGV for each pull its life and its id.
+# ARGV for each pull requester, life, id, age_ms, ttl_ms.
+RESTORE_PULLS: Final = (
+    _COMMON
+    + """
+for i = 1, #ARGV, 5 do
+  if redis.call('HEXISTS', OWNERS, ARGV[i + 2]) == 0 then
+    begin_pull(ARGV[i + 2], ARGV[i], ARGV[i + 1], now_ms - tonumber(ARGV[i + 3]), now_ms + tonumber(ARGV[i + 4]))
+  end
+end
+keep()
+"""
+)
+
+# ARGV requester, ttl_ms, longest age in ms, then the ids. Returns for each the life, or an empty text.
+RENEW_PULLS: Final = (
+    _COMMON
+    + """
+purge()
+local found = {}
+for i = 4, #ARGV do
+  local pull = pull_of(ARGV[i])
+  local life = ''
+  if pull and pull.who == ARGV[1] and now_ms - pull.began_ms <= tonumber(ARGV[3]) then
+    redis.call('ZADD', PULLS, now_ms + tonumber(ARGV[2]), ARGV[i])
+    life = pull.life
+  end
+  found[#found + 1] = life
+end
+return found
+"""
+)
+
+# ARGV requester, then the ids. Returns for each whether there was such a pull (0 or 1).
 END_PULLS: Final = (
     _COMMON
     + """
-for i = 1, #ARGV, 2 do
-  if redis.call('ZREM', PULLS, ARGV[i] .. '\\0' .. ARGV[i + 1]) == 1 then forget(ARGV[i]) end
+purge()
+local found = {}
+for i = 2, #ARGV do
+  local pull = pull_of(ARGV[i])
+  local is_his = pull and pull.who == ARGV[1]
+  if is_his then end_pull(ARGV[i]) end
+  found[#found + 1] = is_his and 1 or 0
 end
+return found
+"""
+)
+
+# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the copy, and its line without the end.
+# Orders are worth little: when they have grown too many, all are forgotten.
+ORDER_COPIES: Final = (
+    _COMMON
+    + """
+for i = 4, #ARGV, 2 do
+  local known = redis.call('HGET', ORDERS, ARGV[i]) or ''
+  if #known < tonumber(ARGV[3]) then
+    if known == '' and redis.call('HLEN', ORDERS) >= tonumber(ARGV[2]) then redis.call('DEL', ORDERS) end
+    redis.call('HSET', ORDERS, ARGV[i], known .. string.format('%d', now_ms + tonumber(ARGV[1])) .. ' ' .. ARGV[i + 1] .. '\\n')
+  end
+end
+redis.call('PEXPIRE', ORDERS, ARGV[1])
+"""
+)
+
+# ARGV field. Returns {now_ms, lines}, which are told once.
+TAKE_ORDERS: Final = (
+    _COMMON
+    + """
+local lines = redis.call('HGET', ORDERS, ARGV[1]) or ''
+redis.call('HDEL', ORDERS, ARGV[1])
+return {now_ms, lines}
 """
 )

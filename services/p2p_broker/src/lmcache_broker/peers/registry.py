@@ -9,23 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus
+from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
+from lmcache_broker.peers.pulls import Pull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.service import Census, PeerDirectory, owner_of
-from lmcache_broker.peers.shared import PullClaim, SharedPeer, SharedPeers
+from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer, SharedPeers
 
 logger = logging.getLogger(__name__)
 
 MAX_STALE_S: Final = 0.05
 REFRESH_INTERVAL_S: Final = 1.0
 PULLS_BELIEVED_S: Final = 5.0
+"""So long what other brokers said of pulls counts when they cannot be heard any more."""
 
 
 class PeerRegistry:
@@ -35,10 +38,16 @@ class PeerRegistry:
         directory: This broker's memory.
         shared: What brokers share; None where this one is alone.
         clock: Monotonic seconds, the directory's.
+
+    Attributes:
+        directory: This broker's memory.
+        book: Pulls that this broker has granted.
+        num_failures: Calls to the shared memory that failed.
     """
 
     def __init__(self, directory: PeerDirectory, shared: SharedPeers | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = directory
+        self.book = PullBook()
         self._shared = shared
         self._clock = clock
         self._lock = asyncio.Lock()
@@ -85,22 +94,14 @@ class PeerRegistry:
     async def remove(self, principal: Principal, peer_id: str) -> None:
         """See `PeerDirectory.remove`."""
         self.directory.remove(principal, peer_id)
-        if self._shared is not None:
-            try:
-                await self._shared.remove(owner_of(principal), peer_id)
-            except UnavailableError as exc:
-                self._note_away(exc)
+        await self._tell(lambda shared: shared.remove(owner_of(principal), peer_id))
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
         """See `PeerDirectory.drain`."""
         await self.refresh()
         record = self.directory.require(principal, peer_id)
         status = self.directory.drain(principal, peer_id)
-        if self._shared is not None:
-            try:
-                await self._shared.drain(record.owner, peer_id)
-            except UnavailableError as exc:
-                self._note_away(exc)
+        await self._tell(partial(_drain, record))
         return status
 
     async def see_leaving(self, peer_id: str, distributed_url: str) -> None:
@@ -109,60 +110,90 @@ class PeerRegistry:
             if record.draining:
                 continue
             record.draining = True
-            if self._shared is not None:
-                try:
-                    await self._shared.drain(record.owner, peer_id)
-                except UnavailableError as exc:
-                    self._note_away(exc)
+            await self._tell(partial(_drain, record))
 
     async def forget(self, peer_id: str, distributed_url: str) -> None:
         """The peer there is gone, whatever its lease says."""
         for record in self.directory.at(peer_id, distributed_url):
             self.directory.forget(record)
-            if self._shared is not None:
-                try:
-                    await self._shared.remove(record.owner, peer_id)
-                except UnavailableError as exc:
-                    self._note_away(exc)
+            await self._tell(partial(_remove, record))
 
     def census(self) -> Census:
         """See `PeerDirectory.census`."""
         return self.directory.census()
 
-    async def claim(self, pulls: Sequence[tuple[PeerRecord, str]], max_pulls: int, ttl_s: float) -> list[bool]:
-        """Count pulls against their peers; which of them there was room for.
+    async def claim(self, requester: Requester, pulls: Sequence[tuple[PeerRecord, str]], max_pulls: int, ttl_s: float) -> list[bool]:
+        """Count a requester's pulls against their peers; which of them there was room for.
 
         Args:
-            pulls: Peer and id of each.
+            requester: Who pulls.
+            pulls: Peer and new id of each; no peer twice.
             max_pulls: Bound for each peer, by all brokers together while they share a memory.
-            ttl_s: A pull is over after that, if not before.
+            ttl_s: A pull is over after that, if it is neither ended before nor renewed.
         """
-        granted = [record.num_pulls(self._clock()) < max_pulls for record, _ in pulls]
+        verdicts: Sequence[PullVerdict] | None = None
         if self._shared is not None and pulls:
+            claims = [PullClaim(record.life, pull_id) for record, pull_id in pulls]
             try:
-                verdicts = await self._shared.claim(
-                    [PullClaim(record.life, pull_id) for record, pull_id in pulls], max_pulls, round(ttl_s * 1000)
-                )
+                verdicts = await self._shared.claim(str(requester), claims, max_pulls, round(ttl_s * 1000))
             except UnavailableError as exc:
                 self._note_away(exc)
-            else:
-                granted = [verdict.is_granted for verdict in verdicts]
-                for (record, _), verdict in zip(pulls, verdicts, strict=True):
-                    record.share_pulls(verdict.num_pulls, self._clock() + PULLS_BELIEVED_S)
+        now_s = self._clock()
+        granted = [record.num_pulls(now_s) < max_pulls for record, _ in pulls]
+        if verdicts is not None:
+            granted = [verdict.is_granted for verdict in verdicts]
+            for (record, _), verdict in zip(pulls, verdicts, strict=True):
+                record.share_pulls(verdict.num_pulls)
         for (record, pull_id), is_granted in zip(pulls, granted, strict=True):
             if is_granted:
-                record.add_pull(self._clock() + ttl_s, pull_id)
+                self.book.add(Pull(pull_id, requester, record, now_s, now_s + ttl_s))
         return granted
 
-    async def end_pulls(self, pulls: Sequence[tuple[PeerRecord, str]]) -> None:
-        """Pulls are over before their tickets are."""
-        for record, pull_id in pulls:
-            record.end_pull(pull_id)
-        if self._shared is not None and pulls:
+    async def renew_pulls(self, requester: Requester, pull_ids: Sequence[str], ttl_s: float) -> dict[str, str]:
+        """A requester's pulls go on for so long from now, whichever broker has granted them.
+
+        Returns:
+            The life of the peer by the id of each pull that is underway and has not lasted too long.
+        """
+        found: dict[str, str] = {}
+        if self._shared is not None and pull_ids:
             try:
-                await self._shared.end_pulls([PullClaim(record.life, pull_id) for record, pull_id in pulls])
+                lives = await self._shared.renew_pulls(str(requester), pull_ids, round(ttl_s * 1000))
+                found = {pull_id: life for pull_id, life in zip(pull_ids, lives, strict=True) if life is not None}
             except UnavailableError as exc:
                 self._note_away(exc)
+        now_s = self._clock()
+        for pull_id in pull_ids:
+            pull = self.book.renew(pull_id, requester, now_s, now_s + ttl_s)
+            if pull is not None and not self.is_shared:
+                found[pull_id] = pull.record.life
+        return found
+
+    async def end_pulls(self, requester: Requester, pull_ids: Sequence[str]) -> int:
+        """A requester's pulls are over before their tickets are, whichever broker has granted them; how many there were."""
+        ended = [self.book.end(pull_id, requester) is not None for pull_id in pull_ids]
+        if self._shared is not None and pull_ids:
+            try:
+                there = await self._shared.end_pulls(str(requester), pull_ids)
+                ended = [was_here or was_there for was_here, was_there in zip(ended, there, strict=True)]
+                self._fresh_until = float("-inf")  # places are free that were granted elsewhere
+            except UnavailableError as exc:
+                self._note_away(exc)
+        return sum(ended)
+
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
+        """Let whichever broker hears of the peers next tell them; False where it has to be this one."""
+        return await self._tell(lambda shared: shared.order_copies(orders, round(ttl_s * 1000)))
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """What brokers want that peer to copy; it is told once."""
+        if self._shared is None:
+            return []
+        try:
+            return await self._shared.take_orders(tenant, peer_id)
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return []
 
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
         """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory that is away."""
@@ -195,9 +226,10 @@ class PeerRegistry:
     async def _refresh(self, shared: SharedPeers) -> None:
         try:
             changes = await shared.changes()
-            self.directory.adopt(changes.peers, self._clock() + PULLS_BELIEVED_S)
+            self.directory.adopt(changes.peers)
             if changes.is_anew or not self._has_told:
                 await shared.announce(self.directory.told())
+                await shared.restore_pulls(self._underway())
                 self._has_told = True
         except UnavailableError as exc:
             self._note_away(exc)
@@ -206,10 +238,43 @@ class PeerRegistry:
             self._is_shared = True
             logger.info("the peers are shared with other brokers again")
 
+    async def _tell(self, call: Callable[[SharedPeers], Awaitable[None]]) -> bool:
+        """Tell the other brokers; False where there are none, or where they cannot be told now."""
+        if self._shared is None:
+            return False
+        try:
+            await call(self._shared)
+        except UnavailableError as exc:
+            self._note_away(exc)
+            return False
+        return True
+
+    def _underway(self) -> list[PullUnderway]:
+        now_s = self._clock()
+        self.book.expire(now_s)
+        return [
+            PullUnderway(
+                str(pull.requester),
+                PullClaim(pull.record.life, pull.pull_id),
+                round((now_s - pull.began_s) * 1000),
+                max(1, round((pull.ends_s - now_s) * 1000)),
+            )
+            for pull in self.book
+        ]
+
     def _note_away(self, exc: UnavailableError) -> None:
         """Log changes only."""
         self.num_failures += 1
         self._has_told = False
         if self._is_shared:
             self._is_shared = False
+            self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
             logger.warning("peers are not shared with other brokers, this one answers from what it was told itself: %s", exc)
+
+
+async def _drain(record: PeerRecord, shared: SharedPeers) -> None:
+    await shared.drain(record.owner, record.peer.id)
+
+
+async def _remove(record: PeerRecord, shared: SharedPeers) -> None:
+    await shared.remove(record.owner, record.peer.id)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal
+from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_broker.dependencies import Parts
 from lmcache_broker.peers.page import PAGE_HEADERS, render_page
 from lmcache_broker.peers.schemas import AnnounceBody, LeaseView, PeerIdPath, PeersView, PeerView, StatsView
 from lmcache_broker.peers.service import Census
 
-router = APIRouter(prefix="/v1", tags=["peers"])
-page_router = APIRouter(include_in_schema=False)
+router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
+page_router = APIRouter(include_in_schema=False, route_class=GuardedRoute)
 
 
 @router.put("/peers/{peer_id}", summary="Register a peer, or renew its lease")
@@ -22,7 +22,7 @@ async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPri
     drain = None if body.drain is None else body.drain.to_report()
     peer = body.to_peer(peer_id)
     lease = await parts.registry.announce(principal, peer, load=body.load, ttl_ms=ttl_ms, draining=body.draining, drain=drain)
-    return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=parts.copies_for(principal, peer_id))
+    return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=await parts.copies_for(principal, peer_id))
 
 
 @router.get("/peers", summary="List the live peers")

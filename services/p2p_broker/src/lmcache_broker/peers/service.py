@@ -174,12 +174,11 @@ class PeerDirectory:
         if record is not None:
             record.draining = True
 
-    def adopt(self, peers: Iterable[SharedPeer], pulls_until_s: float) -> None:
+    def adopt(self, peers: Iterable[SharedPeer]) -> None:
         """Take over what another broker has heard. What this one has heard of a later incarnation stays.
 
         Args:
             peers: Their state now; bounds are those of whoever heard of them.
-            pulls_until_s: How long their pulls are believed.
         """
         now_s = self._clock()
         for shared in peers:
@@ -196,7 +195,12 @@ class PeerDirectory:
                 known = self._records[key] = PeerRecord(shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s)
             known.peer, known.load, known.lease_ends_s = shared.peer, shared.load, max(known.lease_ends_s, lease_ends_s)
             known.draining, known.drain = known.draining or shared.draining, shared.drain
-            known.share_pulls(shared.num_pulls, pulls_until_s)
+            known.share_pulls(shared.num_pulls)
+
+    def doubt_pulls(self, until_s: float) -> None:
+        """Other brokers cannot be heard: what they said of pulls counts for no longer than that."""
+        for record in self._records.values():
+            record.doubt_pulls(until_s)
 
     def told(self) -> list[SharedPeer]:
         """All live peers, as other brokers are told of them."""

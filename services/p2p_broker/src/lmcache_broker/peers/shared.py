@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.p2p import DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,38 @@ class PullVerdict:
     num_pulls: int
 
 
+@dataclass(frozen=True, slots=True)
+class PullUnderway:
+    """A pull that a broker has granted, as it tells the others when their memory was lost.
+
+    Attributes:
+        who: The requester.
+        claim: At whom, and its id.
+        age_ms: Since it began.
+        ttl_ms: Until its ticket ends.
+    """
+
+    who: str
+    claim: PullClaim
+    age_ms: int
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedOrder:
+    """A copy that a peer is to make.
+
+    Attributes:
+        tenant: Whose chunk it is.
+        server: The peer.
+        order: Of what, and to whom.
+    """
+
+    tenant: str
+    server: str
+    order: CopyOrder
+
+
 class SharedPeers(Protocol):
     """Memory that brokers share. Every call raises `UnavailableError` when it cannot be reached in time."""
 
@@ -78,11 +110,23 @@ class SharedPeers(Protocol):
     async def changes(self) -> Changes:
         """What has changed since the last call that succeeded; everything at the first."""
 
-    async def claim(self, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
-        """Count pulls against their peers, each only if that keeps within `max_pulls`. They end by themselves after `ttl_ms`."""
+    async def claim(self, who: str, claims: Sequence[PullClaim], max_pulls: int, ttl_ms: int) -> list[PullVerdict]:
+        """Count a requester's pulls against their peers, each only if that keeps within `max_pulls`, until ended or `ttl_ms` are over."""
 
-    async def end_pulls(self, claims: Sequence[PullClaim]) -> None:
-        """Pulls are over; those that are not known are passed over."""
+    async def restore_pulls(self, pulls: Sequence[PullUnderway]) -> None:
+        """Count pulls that were granted already; those that are known are passed over."""
+
+    async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
+        """A requester's pulls go on for so long; for each the life of the peer, or None where there is no such pull."""
+
+    async def end_pulls(self, who: str, pull_ids: Sequence[str]) -> list[bool]:
+        """A requester's pulls are over; for each whether there was one."""
+
+    async def order_copies(self, orders: Sequence[PlacedOrder], ttl_ms: int) -> None:
+        """Peers are to make copies; who does not ask for that long is not told."""
+
+    async def take_orders(self, tenant: str, peer_id: str) -> list[CopyOrder]:
+        """What that peer is to copy for that tenant; it is told once."""
 
     async def ping(self) -> None:
         """Whether it answers."""

@@ -84,7 +84,7 @@ class Chooser:
             requester: The instance that will pull; never chosen itself.
             wanted: Who may hold each chunk. Unknown ids are passed over.
             now_s: Monotonic seconds.
-            held_back: Ids of peers to count as busy.
+            held_back: `PeerRecord.field` of peers to count as busy.
         """
         named = {holder for chunk in wanted.values() for holder in chunk.holders} - {requester}
         found = {peer_id: self._directory.find(principal, peer_id) for peer_id in named}
@@ -94,7 +94,7 @@ class Chooser:
         order = {
             peer_id: self._order(record, requester, place, now_s)
             for peer_id, record in alive.items()
-            if record.num_pulls(now_s) < self._max_pulls and peer_id not in held_back
+            if record.num_pulls(now_s) < self._max_pulls and record.field not in held_back
         }
         by_peer: dict[str, list[str]] = {}
         busy: list[str] = []

@@ -12,6 +12,7 @@ from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 
 from lmcache_broker.peers.service import PeerDirectory
+from lmcache_broker.peers.shared import PlacedOrder
 from lmcache_broker.transfers.choice import WantedFrom
 from lmcache_broker.transfers.service import TransferPlan
 
@@ -43,7 +44,7 @@ class _Heat:
 
 
 class HotChunks:
-    """Counts pulls and writes orders. Each broker does so for the requests that come to it.
+    """Counts pulls and writes orders, each broker for the requests that come to it. Who is told of the orders is up to `hand_on`.
 
     Args:
         directory: Who is alive.
@@ -60,7 +61,9 @@ class HotChunks:
         self._orders: OrderedDict[tuple[str, str, str], tuple[float, CopyOrder]] = OrderedDict()
         self.num_ordered = 0
 
-    def note(self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, now_s: float) -> None:
+    def note(
+        self, principal: Principal, requester: str, wanted: Mapping[str, WantedFrom], plan: TransferPlan, now_s: float
+    ) -> list[PlacedOrder]:
         """Count the pulls of a plan, and order copies of what has become hot.
 
         Args:
@@ -69,9 +72,13 @@ class HotChunks:
             wanted: Who holds each chunk.
             plan: Who serves it.
             now_s: Monotonic seconds.
+
+        Returns:
+            The new orders.
         """
+        placed: list[PlacedOrder] = []
         if not self._limits.num_pulls:
-            return
+            return placed
         peers: list[PeerStatus] | None = None
         for pull in plan.assignments:
             for chunk_id in pull.chunk_ids:
@@ -79,7 +86,13 @@ class HotChunks:
                     continue
                 if peers is None:
                     peers = [peer for peer in self._directory.visible(principal) if peer.kind == "sidecar" and not peer.draining]
-                self._order(principal, chunk_id, pull.instance, {*wanted[chunk_id].holders, requester}, peers, now_s)
+                placed += self._order(principal, chunk_id, pull.instance, {*wanted[chunk_id].holders, requester}, peers, now_s)
+        return placed
+
+    def hand_on(self, placed: Sequence[PlacedOrder]) -> None:
+        """Other brokers know of these orders: they are not told from here, too."""
+        for order in placed:
+            self._orders.pop(_key_of(order), None)
 
     def orders_for(self, principal: Principal, peer_id: str, now_s: float) -> list[CopyOrder]:
         """What that peer is to copy; it is told once."""
@@ -103,7 +116,7 @@ class HotChunks:
 
     def _order(
         self, principal: Principal, chunk_id: str, server: str, holders: set[str], peers: Sequence[PeerStatus], now_s: float
-    ) -> None:
+    ) -> list[PlacedOrder]:
         having = [peer for peer in peers if peer.id in holders]
         missing = self._limits.num_copies - len(having)
         zones, nodes = {peer.zone for peer in having}, {peer.node for peer in having}
@@ -113,9 +126,14 @@ class HotChunks:
             return (peer.zone in zones, peer.node in nodes, peer.load, peer.num_pulls, peer.id)
 
         takers = sorted((peer for peer in peers if peer.id not in holders), key=merit)[: max(0, missing)]
-        for taker in takers:
-            order = CopyOrder(chunk_id, taker.id, taker.distributed_url)
-            self._orders[principal.tenant, server, f"{chunk_id}/{taker.id}"] = (now_s + ORDER_TTL_S, order)
+        placed = [PlacedOrder(principal.tenant, server, CopyOrder(chunk_id, taker.id, taker.distributed_url)) for taker in takers]
+        for each in placed:
+            self._orders[_key_of(each)] = (now_s + ORDER_TTL_S, each.order)
             self.num_ordered += 1
             if len(self._orders) > MAX_ORDERS:
                 self._orders.popitem(last=False)
+        return placed
+
+
+def _key_of(placed: PlacedOrder) -> tuple[str, str, str]:
+    return (placed.tenant, placed.server, f"{placed.order.chunk_id}/{placed.order.instance}")

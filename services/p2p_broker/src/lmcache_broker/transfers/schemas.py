@@ -52,8 +52,8 @@ class TransferBody(BaseModel):
         return {chunk.chunk_id: WantedFrom(chunk.holders, chunk.tiers) for chunk in self.chunks}
 
 
-class DoneBody(BaseModel):
-    """Pulls that are over."""
+class PullsBody(BaseModel):
+    """Pulls of one requester."""
 
     model_config = ConfigDict(strict=True)
 
@@ -67,6 +67,23 @@ class DoneView(BaseModel):
     num_ended: int = Field(description="Those that were underway and the requester's.")
 
 
+class RenewedView(BaseModel):
+    """A pull that goes on."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    pull: str
+    ticket: str = Field(description="To be shown to the serving peer from now on.")
+    expires_ms: int = Field(description="End of the ticket, Unix time in milliseconds.")
+    ttl_ms: int = Field(description="Life of the ticket.")
+
+
+class RenewView(BaseModel):
+    """What became of it."""
+
+    renewed: list[RenewedView] = Field(description="Those that were underway and the requester's, at peers that are there still.")
+
+
 class AssignmentView(BaseModel):
     """Chunks that one peer serves."""
 
@@ -77,7 +94,8 @@ class AssignmentView(BaseModel):
     chunk_ids: list[str]
     ticket: str = Field(description="To be shown to the serving peer.")
     expires_ms: int = Field(description="End of the ticket, Unix time in milliseconds.")
-    pull: str = Field(description="What to call it by in `/v1/transfers:done`.")
+    pull: str = Field(description="What to call it by in `/v1/transfers:renew` and `/v1/transfers:done`.")
+    ttl_ms: int = Field(description="Life of the ticket.")
 
 
 class TransferView(BaseModel):

@@ -10,10 +10,10 @@ from typing import Final
 
 from lmcache_core.security import Principal, TicketSigner, unix_ms
 
-from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.peers.pulls import Requester
+from lmcache_broker.peers.record import PeerRecord, peer_id_of
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers.choice import Chooser, WantedFrom
-from lmcache_broker.transfers.pulls import PullBook
 
 MAX_ROUNDS: Final = 4
 """Choices for one request: a peer that looked free may have been taken through another broker."""
@@ -30,7 +30,8 @@ class GrantedPull:
         chunk_ids: As they were asked for, in that order.
         ticket: Good for this peer, requester and tenant.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What the requester calls it by when it is over.
+        pull: What the requester calls it by when it renews it, and when it is over.
+        ttl_ms: Life of the ticket, for those whose clock is not ours.
     """
 
     instance: str
@@ -39,6 +40,24 @@ class GrantedPull:
     ticket: str
     expires_ms: int
     pull: str
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewedPull:
+    """A pull that goes on.
+
+    Attributes:
+        pull: Its id.
+        ticket: In the place of the one before.
+        expires_ms: End of the ticket, Unix time in milliseconds.
+        ttl_ms: Life of the ticket.
+    """
+
+    pull: str
+    ticket: str
+    expires_ms: int
+    ttl_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +119,6 @@ class TransferService:
         signer: Signs tickets; replaced when keys rotate.
         limits: Bounds.
         clocks: What time it is.
-        book: Pulls that this broker has granted.
         figures: Counts since the start.
     """
 
@@ -108,7 +126,6 @@ class TransferService:
     signer: TicketSigner
     limits: TransferLimits
     clocks: Clocks = field(default_factory=Clocks)
-    book: PullBook = field(default_factory=PullBook)
     figures: TransferFigures = field(default_factory=TransferFigures)
 
     async def assign(
@@ -120,25 +137,26 @@ class TransferService:
             principal: Its tenant goes into the tickets, and it is served by peers that it sees.
             requester: The instance that will pull; never chosen itself.
             wanted: Who may hold each chunk. Unknown ids are passed over.
-            held_back: Ids of peers to count as busy.
+            held_back: `PeerRecord.field` of peers to count as busy.
         """
         await self.registry.refresh()
-        self.book.expire(self.clocks.monotonic())
+        self.registry.book.expire(self.clocks.monotonic())
         chooser = Chooser(self.registry.directory, self.limits.max_pulls)
         pulls: list[GrantedPull] = []
         unheld: list[str] = []
         full = set(held_back)
+        who = Requester(principal.tenant, requester)
         rest = dict(wanted)
         for _ in range(MAX_ROUNDS):
             choice = chooser.choose(principal, requester, rest, self.clocks.monotonic(), full)
             unheld += choice.unheld
             offers = [(record, _new_id()) for peer_id in choice.by_peer if (record := self._record(principal, peer_id)) is not None]
-            verdicts = await self.registry.claim(offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000)
+            verdicts = await self.registry.claim(who, offers, self.limits.max_pulls, self.limits.ticket_ttl_ms / 1000)
             for (record, pull_id), is_granted in zip(offers, verdicts, strict=True):
                 if is_granted:
-                    pulls.append(self._grant(principal, requester, record, choice.by_peer[record.peer.id], pull_id))
+                    pulls.append(self._grant(who, record, choice.by_peer[record.peer.id], pull_id))
                 else:
-                    full.add(record.peer.id)
+                    full.add(record.field)
             settled = {chunk_id for pull in pulls for chunk_id in pull.chunk_ids} | set(unheld)
             rest = {chunk_id: chunk for chunk_id, chunk in wanted.items() if chunk_id not in settled}
             if all(verdicts):
@@ -158,19 +176,35 @@ class TransferService:
         Returns:
             How many there were.
         """
-        ended = [pull for pull_id in pull_ids if (pull := self.book.end(pull_id, principal.tenant, requester)) is not None]
-        await self.registry.end_pulls([(pull.record, pull.pull_id) for pull in ended])
-        return len(ended)
+        return await self.registry.end_pulls(Requester(principal.tenant, requester), pull_ids)
+
+    async def renew(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> list[RenewedPull]:
+        """Pulls go on for the life of another ticket. Left out are those that are not known, not the caller's, at a peer that has gone,
+        or `MAX_PULL_S` old.
+        """
+        await self.registry.refresh()
+        self.registry.book.expire(self.clocks.monotonic())
+        who, ttl_ms = Requester(principal.tenant, requester), self.limits.ticket_ttl_ms
+        renewed: list[RenewedPull] = []
+        for pull_id, life in (await self.registry.renew_pulls(who, pull_ids, ttl_ms / 1000)).items():
+            record = self._record(principal, peer_id_of(life))
+            if record is not None and record.life == life:
+                renewed.append(RenewedPull(pull_id, *self._sign(who, record), ttl_ms))
+        return renewed
 
     def _record(self, principal: Principal, peer_id: str) -> PeerRecord | None:
         return self.registry.directory.find(principal, peer_id)
 
-    def _grant(self, principal: Principal, requester: str, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str) -> GrantedPull:
-        peer, ttl_ms = record.peer, self.limits.ticket_ttl_ms
-        expires_ms = self.clocks.wall_ms() + ttl_ms
-        ticket = self.signer.sign(instance=peer.id, requester=requester, tenant=principal.tenant, expires_unix_ms=expires_ms)
-        self.book.add(pull_id, principal.tenant, requester, record, self.clocks.monotonic() + ttl_ms / 1000)
-        return GrantedPull(peer.id, peer.distributed_url, chunk_ids, ticket, expires_ms, pull_id)
+    def _grant(self, who: Requester, record: PeerRecord, chunk_ids: Sequence[str], pull_id: str) -> GrantedPull:
+        peer = record.peer
+        ticket, expires_ms = self._sign(who, record)
+        return GrantedPull(peer.id, peer.distributed_url, chunk_ids, ticket, expires_ms, pull_id, self.limits.ticket_ttl_ms)
+
+    def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
+        """A ticket, and its end in Unix milliseconds."""
+        expires_ms = self.clocks.wall_ms() + self.limits.ticket_ttl_ms
+        ticket = self.signer.sign(instance=record.peer.id, requester=who.instance, tenant=who.tenant, expires_unix_ms=expires_ms)
+        return ticket, expires_ms
 
 
 def _new_id() -> str:

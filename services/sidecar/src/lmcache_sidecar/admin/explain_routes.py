@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends
-from lmcache_servicekit.auth import require_role
+from lmcache_servicekit.auth import GuardedRoute, require_role
 
 from lmcache_sidecar.admin import explain_schemas as schemas
 from lmcache_sidecar.admin.explain_views import explain_all
 from lmcache_sidecar.dependencies import Parts
 
-router = APIRouter(prefix="/v1", tags=["explain"], dependencies=[Depends(require_role("admin"))])
+router = APIRouter(prefix="/v1", tags=["explain"], dependencies=[Depends(require_role("admin"))], route_class=GuardedRoute)
 
 
 @router.post("/explain", summary="Where chunks are, and why they are missing")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends
-from lmcache_servicekit.auth import require_role
+from lmcache_servicekit.auth import GuardedRoute, require_role
 
 from lmcache_sidecar.admin import pin_schemas as schemas
 from lmcache_sidecar.admin.pin_views import pins_of, unpinned
 from lmcache_sidecar.dependencies import Parts
 from lmcache_sidecar.descriptions import namers
 
-router = APIRouter(prefix="/v1", tags=["pins"], dependencies=[Depends(require_role("admin"))])
+router = APIRouter(prefix="/v1", tags=["pins"], dependencies=[Depends(require_role("admin"))], route_class=GuardedRoute)
 
 
 @router.post("/pin", summary="Keep chunks hot for a while")

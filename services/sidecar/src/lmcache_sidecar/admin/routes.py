@@ -6,14 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.storage.local_store import LOCAL_TIERS
-from lmcache_servicekit.auth import require_role
+from lmcache_servicekit.auth import GuardedRoute, require_role
 
 from lmcache_sidecar.admin import schemas, views
 from lmcache_sidecar.dependencies import Parts
 
 MAX_PAGE = 1000
 
-router = APIRouter(prefix="/v1", tags=["admin"])
+router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
 client_role = Depends(require_role("client"))
 admin_role = Depends(require_role("admin"))
 

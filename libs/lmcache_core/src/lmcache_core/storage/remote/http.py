@@ -16,7 +16,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, release_all
-from lmcache_core.storage.remote.http_transport import StreamTransport
+from lmcache_core.storage.remote.http_transport import StreamTransport, body_of
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
@@ -28,7 +28,10 @@ ACCEPT_LOSSLESS = "lossless"
 MAX_CONNECTIONS = 8
 MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
-SLICE_BYTES = 1 << 20
+FEW_KEYS = 4
+"""Records of a server's answer that it tells the length of, which is then received as it comes."""
+LARGE_RECORD_BYTES = 1 << 20
+"""Records that are asked for in few at once."""
 MAX_SENDING_BYTES = 64 << 20
 """Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one another out of the processor's cache."""
 
@@ -47,9 +50,14 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     """The backend for an `http://` or `https://` URL.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: It is not one, or names several hosts.
     """
     parts = urlsplit(url)
+    if "," in parts.netloc:
+        raise ConfigError(
+            f"remote url {parts.scheme}://…: several hosts; write lm://host:port,host:port, which finds each chunk at its server, "
+            "or the one host that is meant"
+        )
     if not parts.hostname or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(
             f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and the token an option of its own"
@@ -75,6 +83,7 @@ class HttpBackend(StorageBackend):
         self._client: httpx.AsyncClient | None = None
         self._figures = RemoteFigures()
         self._sending = ByteGate(MAX_SENDING_BYTES)
+        self._are_large = True
 
     async def open(self) -> None:
         """Set the client up; it connects when first needed."""
@@ -117,8 +126,11 @@ class HttpBackend(StorageBackend):
         results: list[Result | None] = [None] * len(keys)
         try:
             async with caller_limit(timeout_s) as limit, self._mapped() as client:  # outside, so that it decides when both end at once
-                for begin in range(0, len(keys), BATCH_KEYS):
-                    await self._get_batch(client, keys, range(begin, min(begin + BATCH_KEYS, len(keys))), allocate, results)
+                begin = 0
+                while begin < len(keys):
+                    end = min(len(keys), begin + (FEW_KEYS if self._are_large else BATCH_KEYS))
+                    await self._get_batch(client, keys, range(begin, end), allocate, results)
+                    begin = end
         except BaseException:
             release_all(results)
             raise
@@ -170,11 +182,12 @@ class HttpBackend(StorageBackend):
         body = _url_keys([keys[at[0]] for at in wanted.values()])
         async with client.stream("POST", "/v1/chunks:get", json=body, headers={"Accept": RECORD_TYPE}) as response:
             _check(response)
-            records = RecordStream(response.aiter_raw())
+            records = RecordStream(body_of(response))
             for _ in range(len(wanted)):
                 head = await records.next_head()
                 if head is None:
                     break
+                self._are_large = head.payload_bytes >= LARGE_RECORD_BYTES
                 at = wanted.pop(head.header.key, None)
                 if at is None:
                     rest = Miss(MissReason.IDENTITY)
@@ -195,7 +208,7 @@ class HttpBackend(StorageBackend):
     async def _put(self, client: httpx.AsyncClient, chunk: Chunk) -> bool:
         headers = {"Content-Type": RECORD_TYPE, "Content-Length": str(chunk.num_bytes)}
         path = f"/v1/chunks/{chunk.key.key.to_url()}"
-        async with self._sending.using(chunk.num_bytes), client.stream("PUT", path, content=_slices(chunk), headers=headers) as response:
+        async with self._sending.using(chunk.num_bytes), client.stream("PUT", path, content=_parts(chunk), headers=headers) as response:
             is_refused = response.status_code in _NOT_STORED
             if not is_refused:
                 _check(response)
@@ -244,8 +257,6 @@ def _read_present(body: bytes, num_keys: int) -> list[bool]:
     return present
 
 
-async def _slices(chunk: Chunk) -> AsyncIterator[bytes]:
+async def _parts(chunk: Chunk) -> AsyncIterator[bytes]:
     yield chunk.head
-    payload = chunk.memory.byte_array
-    for at in range(0, len(payload), SLICE_BYTES):
-        yield bytes(payload[at : at + SLICE_BYTES])
+    yield chunk.memory.byte_array  # type: ignore[misc]  # any transport joins bytes and views alike; ours sends them from where they are

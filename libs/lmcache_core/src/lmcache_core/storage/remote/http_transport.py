@@ -10,23 +10,24 @@ from dataclasses import dataclass
 
 import httpx
 
-from lmcache_core.errors import UnavailableError
-from lmcache_core.wire.stream import FrameStream
+from lmcache_core.errors import ProtocolError, UnavailableError
+from lmcache_core.storage.remote.http_stream import LINE_END, LineStream
+from lmcache_core.storage.remote.record_stream import Body, PiecedBody
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNK_LINE_BYTES = 256
 MAX_INTERIM_ANSWERS = 8
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 64 << 10
 MAX_REST_S = 3.0
 """A connection that has rested longer is not used again: servers end theirs after five seconds or more, and that may cross a request."""
 
 _WITHOUT_BODY = frozenset({204, 304})
-_LINE_END = b"\r\n"
+_BODY = "lmcache_body"
 
 
 @dataclass(slots=True)
 class _Resting:
-    stream: FrameStream
+    stream: LineStream
     since: float
 
 
@@ -48,7 +49,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See `httpx.AsyncBaseTransport`."""
         await self._slots.acquire()
-        stream: FrameStream | None = None
+        stream: LineStream | None = None
         try:
             stream = self._rested() or await self._connect(request.url)
             await _send(stream, request)
@@ -57,9 +58,12 @@ class StreamTransport(httpx.AsyncBaseTransport):
             self._give_up(stream)
             if isinstance(exc, UnavailableError):
                 raise httpx.ReadError(str(exc)) from exc
+            if isinstance(exc, ProtocolError):
+                raise httpx.RemoteProtocolError(str(exc)) from exc
             raise
         has_body = request.method != "HEAD" and status not in _WITHOUT_BODY
-        return httpx.Response(status, headers=headers, stream=_Answer(self, stream, headers, has_body))
+        answer = _Answer(self, stream, headers, has_body)
+        return httpx.Response(status, headers=headers, stream=answer, extensions={_BODY: answer})
 
     async def aclose(self) -> None:
         """End the connections that rest. Idempotent."""
@@ -68,7 +72,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
             stream.abort()
             await stream.wait_closed()
 
-    def _take_back(self, stream: FrameStream, is_usable: bool) -> None:
+    def _take_back(self, stream: LineStream, is_usable: bool) -> None:
         """An answer has ended, well or not."""
         if is_usable and stream.is_open and not stream.num_staged:
             self._resting.append(_Resting(stream, time.monotonic()))
@@ -76,12 +80,12 @@ class StreamTransport(httpx.AsyncBaseTransport):
         else:
             self._give_up(stream)
 
-    def _give_up(self, stream: FrameStream | None) -> None:
+    def _give_up(self, stream: LineStream | None) -> None:
         if stream is not None:
             stream.abort()
         self._slots.release()
 
-    def _rested(self) -> FrameStream | None:
+    def _rested(self) -> LineStream | None:
         while self._resting:
             resting = self._resting.pop()
             if resting.stream.is_open and time.monotonic() - resting.since < MAX_REST_S:
@@ -89,45 +93,58 @@ class StreamTransport(httpx.AsyncBaseTransport):
             resting.stream.abort()
         return None
 
-    async def _connect(self, url: httpx.URL) -> FrameStream:
+    async def _connect(self, url: httpx.URL) -> LineStream:
         is_encrypted = url.scheme == "https"
         port = url.port or (443 if is_encrypted else 80)
         try:
             _, stream = await asyncio.get_running_loop().create_connection(
-                FrameStream, url.host, port, ssl=self._tls if is_encrypted else None, server_hostname=url.host if is_encrypted else None
+                LineStream, url.host, port, ssl=self._tls if is_encrypted else None, server_hostname=url.host if is_encrypted else None
             )
         except (OSError, UnicodeError) as exc:
             raise httpx.ConnectError(f"{url.host}:{port}: {exc}") from exc
         return stream
 
 
-class _Answer(httpx.AsyncByteStream):
-    """The body of one answer."""
+def body_of(response: httpx.Response) -> Body:
+    """The body of an answer that is being streamed, whatever its transport: over ours it is received where it belongs."""
+    body = response.extensions.get(_BODY)
+    return body if isinstance(body, Body) else PiecedBody(response.aiter_raw())
 
-    def __init__(self, owner: StreamTransport, stream: FrameStream, headers: httpx.Headers, has_body: bool) -> None:
+
+class _Answer(httpx.AsyncByteStream):
+    """The body of one answer: a `Body`, or pieces."""
+
+    def __init__(self, owner: StreamTransport, stream: LineStream, headers: httpx.Headers, has_body: bool) -> None:
         self._owner = owner
         self._stream = stream
         self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         self._length = headers.get("content-length")
         self._keeps_open = headers.get("connection", "").lower() != "close"
-        self._has_body = has_body
+        self._num_left = 0
+        self._is_begun = False
         self._is_read = not has_body
         self._is_closed = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The body's pieces."""
-        if not self._has_body:
-            return
-        buffer = memoryview(bytearray(PIECE_BYTES))
+    async def fill(self, view: memoryview) -> int:
+        """See `Body.fill`."""
+        at = 0
         try:
-            async for num_bytes in self._sizes():
-                for at in range(0, num_bytes, PIECE_BYTES):
-                    piece = buffer[: min(PIECE_BYTES, num_bytes - at)]
-                    await self._stream.readinto(piece)
-                    yield piece  # type: ignore[misc]  # whoever reads it copies it at once
+            while at < len(view) and await self._more():
+                num_bytes = min(self._num_left, len(view) - at)
+                await self._stream.readinto(view[at : at + num_bytes])
+                self._num_left -= num_bytes
+                at += num_bytes
         except UnavailableError as exc:
             raise httpx.RemoteProtocolError(f"the answer ended early: {exc}") from exc
-        self._is_read = True
+        except ProtocolError as exc:
+            raise httpx.RemoteProtocolError(str(exc)) from exc
+        return at
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body's pieces."""
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        while num_bytes := await self.fill(buffer):
+            yield buffer[:num_bytes]  # type: ignore[misc]  # whoever reads it copies it at once
 
     async def aclose(self) -> None:
         """Use the connection again, if everything has been read. Idempotent."""
@@ -135,42 +152,48 @@ class _Answer(httpx.AsyncByteStream):
             self._is_closed = True
             self._owner._take_back(self._stream, self._is_read and self._keeps_open)
 
-    async def _sizes(self) -> AsyncIterator[int]:
-        """Of the runs of bytes that the body comes in."""
-        if not self._is_chunked:
-            if self._length is None or not self._length.isdecimal():
-                raise httpx.RemoteProtocolError("an answer without a length")
-            yield int(self._length)
-            return
-        while True:
-            line = await _read_line(self._stream, MAX_CHUNK_LINE_BYTES)
-            size = _chunk_size(line)
-            if not size:
-                break
-            yield size
-            if await _read_line(self._stream, MAX_CHUNK_LINE_BYTES):
-                raise httpx.RemoteProtocolError("a chunk that is longer than it says")
-        while await _read_line(self._stream, MAX_HEAD_BYTES):
-            pass  # trailers
+    async def _more(self) -> bool:
+        """Have a run of bytes at hand; False at the end."""
+        if self._num_left or self._is_read:
+            return not self._is_read
+        if self._is_chunked:
+            await self._next_chunk()
+        elif self._is_begun:
+            self._is_read = True
+        elif self._length is None or not self._length.isdecimal():
+            raise httpx.RemoteProtocolError("an answer without a length")
+        else:
+            self._num_left = int(self._length)
+        self._is_begun = True
+        self._is_read = self._is_read or not self._num_left
+        return not self._is_read
+
+    async def _next_chunk(self) -> None:
+        if self._is_begun and await self._stream.read_line(MAX_CHUNK_LINE_BYTES):
+            raise httpx.RemoteProtocolError("a chunk that is longer than it says")
+        self._num_left = _chunk_size(await self._stream.read_line(MAX_CHUNK_LINE_BYTES))
+        if not self._num_left:
+            while await self._stream.read_line(MAX_HEAD_BYTES):
+                pass  # trailers
 
 
-async def _send(stream: FrameStream, request: httpx.Request) -> None:
+async def _send(stream: LineStream, request: httpx.Request) -> None:
     lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]
-    await stream.send(_LINE_END.join([*lines, b"", b""]))
+    await stream.send(LINE_END.join([*lines, b"", b""]))
     assert isinstance(request.stream, httpx.AsyncByteStream)
     async for piece in request.stream:
         await stream.send(piece)
 
 
-async def _read_head(stream: FrameStream) -> tuple[int, httpx.Headers]:
+async def _read_head(stream: LineStream) -> tuple[int, httpx.Headers]:
     for _ in range(MAX_INTERIM_ANSWERS):
-        words = (await _read_line(stream, MAX_HEAD_BYTES)).split(b" ", 2)
+        words = (await stream.read_line(MAX_HEAD_BYTES)).split(b" ", 2)
         if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit() or len(words[1]) != 3:
             raise httpx.RemoteProtocolError("what came is no answer")
         num_bytes = 0
         headers: list[tuple[bytes, bytes]] = []
-        while line := await _read_line(stream, MAX_HEAD_BYTES):
+        while line := await stream.read_line(MAX_HEAD_BYTES):
             num_bytes += len(line)
             name, colon, value = line.partition(b":")
             if not colon or not name or num_bytes > MAX_HEAD_BYTES:
@@ -179,19 +202,6 @@ async def _read_head(stream: FrameStream) -> tuple[int, httpx.Headers]:
         if not words[1].startswith(b"1"):
             return int(words[1]), httpx.Headers(headers)
     raise httpx.RemoteProtocolError("interim answers without end")
-
-
-async def _read_line(stream: FrameStream, max_bytes: int) -> bytes:
-    """A line without its end. Short reads are served from the stream's staging buffer."""
-    line = bytearray()
-    byte = bytearray(1)
-    view = memoryview(byte)
-    while not line.endswith(_LINE_END):
-        if len(line) >= max_bytes:
-            raise httpx.RemoteProtocolError(f"a line of more than {max_bytes} bytes")
-        await stream.readinto(view)
-        line += byte
-    return bytes(line[:-2])
 
 
 def _chunk_size(line: bytes) -> int:

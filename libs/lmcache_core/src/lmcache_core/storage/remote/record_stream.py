@@ -1,14 +1,52 @@
-"""Reads records that come back to back in pieces of any size, each payload straight into memory."""
+"""Reads records that come back to back in one body, each payload straight into memory."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordHeader, Result, decode_head, decode_prefix
 from lmcache_core.storage.remote.base import REMOTE_TIER, payload_is_whole
+
+SKIPPED_AT_ONCE_BYTES = 64 << 10
+
+
+@runtime_checkable
+class Body(Protocol):
+    """Bytes that come one after the other."""
+
+    async def fill(self, view: memoryview) -> int:
+        """Fill `view` with what comes next; how many bytes came, fewer than wanted only at the end."""
+
+
+class PiecedBody:
+    """A `Body` in pieces of any size, of which it holds one at a time.
+
+    Args:
+        pieces: Bytes as they come; none of them is looked at once the next one is asked for.
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self._piece = memoryview(b"")
+
+    async def fill(self, view: memoryview) -> int:
+        """See `Body.fill`."""
+        at = 0
+        while at < len(view):
+            while not len(self._piece):
+                piece = await anext(self._pieces, None)
+                if piece is None:
+                    return at
+                self._piece = memoryview(piece)
+            taken = min(len(view) - at, len(self._piece))
+            view[at : at + taken] = self._piece[:taken]
+            self._piece = self._piece[taken:]
+            at += taken
+        return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,32 +59,34 @@ class RecordHead:
 
 
 class RecordStream:
-    """A pulled sequence of records. Holds one piece at a time.
+    """A pulled sequence of records.
 
     Args:
-        pieces: Bytes as they come.
+        body: What they are in.
 
     Attributes:
         is_damaged: The stream ended within a record, or a head in it is none: where the next record begins is not known.
     """
 
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
-        self._pieces = pieces
-        self._piece = memoryview(b"")
+    def __init__(self, body: Body) -> None:
+        self._body = body
         self._current: RecordHead | None = None
         self.is_damaged = False
 
     async def next_head(self) -> RecordHead | None:
         """The head of the next record; None at the end, be it a good one or not (see `is_damaged`)."""
         assert self._current is None, "the payload before it has been neither taken nor skipped"
-        if self.is_damaged or not await self._refill():
+        if self.is_damaged:
             return None
         data = bytearray(PREFIX_BYTES)
+        num_bytes = await self._body.fill(memoryview(data))
+        if not num_bytes:
+            return None
         try:
-            await self._fill(memoryview(data))
+            _require(num_bytes, PREFIX_BYTES)
             prefix = decode_prefix(data)
             data += bytes(prefix.head_bytes - PREFIX_BYTES)
-            await self._fill(memoryview(data)[PREFIX_BYTES:])
+            _require(await self._body.fill(memoryview(data)[PREFIX_BYTES:]), prefix.head_bytes - PREFIX_BYTES)
             header, payload_bytes = decode_head(data)
         except (RecordError, EOFError):
             self.is_damaged = True
@@ -64,7 +104,7 @@ class RecordStream:
             return Miss(MissReason.NO_MEMORY)
         is_whole = False
         try:
-            await self._fill(memory.byte_array)
+            _require(await self._body.fill(memory.byte_array), record.payload_bytes)
             is_whole = await payload_is_whole(record.header, memory.byte_array)
         except EOFError:
             self.is_damaged = True
@@ -83,29 +123,13 @@ class RecordStream:
         await self._skip(record.payload_bytes)
 
     async def _skip(self, num_bytes: int) -> None:
-        while num_bytes:
-            if not await self._refill():
-                self.is_damaged = True
-                return
-            taken = min(num_bytes, len(self._piece))
-            self._piece = self._piece[taken:]
-            num_bytes -= taken
+        dropped = memoryview(bytearray(min(num_bytes, SKIPPED_AT_ONCE_BYTES)))
+        while num_bytes and not self.is_damaged:
+            part = dropped[:num_bytes]
+            self.is_damaged = await self._body.fill(part) < len(part)
+            num_bytes -= len(part)
 
-    async def _fill(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            if not await self._refill():
-                raise EOFError
-            taken = min(len(view) - at, len(self._piece))
-            view[at : at + taken] = self._piece[:taken]
-            self._piece = self._piece[taken:]
-            at += taken
 
-    async def _refill(self) -> bool:
-        """Have at least one byte at hand; False at the end."""
-        while not len(self._piece):
-            piece = await anext(self._pieces, None)
-            if piece is None:
-                return False
-            self._piece = memoryview(piece)
-        return True
+def _require(num_bytes: int, wanted: int) -> None:
+    if num_bytes < wanted:
+        raise EOFError

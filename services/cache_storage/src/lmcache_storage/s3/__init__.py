@@ -1,0 +1,35 @@
+"""The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off unless `s3_bucket` is set.
+
+`settings` are its options, `layout` names objects, `objects` talks to the bucket, `backend` is the tier. The client library is imported
+only where a bucket is named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_storage.s3.backend import S3Backend
+    from lmcache_storage.s3.settings import S3Settings
+
+S3_TIER = "S3Backend"
+
+
+def create_s3_backend(settings: S3Settings) -> S3Backend | None:
+    """The tier that the settings name, not opened; None when they name no bucket.
+
+    Raises:
+        ConfigError: The client library is not installed, or a file cannot be read.
+    """
+    if settings.s3_bucket is None:
+        return None
+    try:
+        from lmcache_storage.s3.backend import S3Backend
+        from lmcache_storage.s3.objects import BucketObjects
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}; install lmcache-storage[s3], or leave s3_bucket out"
+        ) from exc
+    return S3Backend(BucketObjects(settings), settings.s3_timeout_s)

@@ -1,0 +1,243 @@
+"""The tier in a bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.disk.backoff import WriteBackoff
+from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.storage.remote.base import release_all
+from lmcache_core.storage.time_limit import caller_limit
+from lmcache_core.telemetry import Counters
+
+from lmcache_storage.s3 import S3_TIER
+from lmcache_storage.s3.objects import BucketObjects, FoundObject
+
+logger = logging.getLogger(__name__)
+
+MAX_READS = 32
+"""Requests at once that look, read and remove: enough to hide a bucket's delay."""
+MAX_WRITES = 4
+CLOSE_WAIT_S = 2.0
+
+_COUNTED = {MissReason.CORRUPT: "corrupt_chunks", MissReason.IDENTITY: "corrupt_chunks", MissReason.EXPIRED: "expired_chunks"}
+_COUNTS = (
+    "stored_chunks",
+    "served_chunks",
+    "served_bytes",
+    "corrupt_chunks",
+    "expired_chunks",
+    "failed_reads",
+    "failed_writes",
+    "rejected_writes",
+)
+
+
+class S3Backend(StorageBackend):
+    """Chunks as objects, one record each, in a bucket without an owner: any number of servers may share it, and nothing is locked.
+
+    Nothing is remembered between calls: which chunks there are is asked of the bucket, one HEAD each. Nothing is evicted: how much the
+    bucket may hold is a matter of its lifecycle rules. A chunk past `chunk_ttl_s` is a miss and is removed when it is next read.
+
+    Requests block in threads, which end by themselves within the time limit of one request; a caller that gives up earlier waits for none.
+
+    Args:
+        objects: The bucket.
+        timeout_s: Deadline of a contains, a get or a removal.
+    """
+
+    name = S3_TIER
+
+    def __init__(self, objects: BucketObjects, timeout_s: float) -> None:
+        self._objects = objects
+        self._timeout_s = timeout_s
+        self._reading = FilePool("lmcache-s3-reads", MAX_READS)
+        self._writing = FilePool("lmcache-s3-writes", MAX_WRITES)
+        self._turns = asyncio.Semaphore(MAX_READS)
+        self._backoff = WriteBackoff()
+        self._counters = Counters()
+
+    async def open(self) -> None:
+        """Take requests. The bucket need not be there yet."""
+        self._reading.open()
+        self._writing.open()
+
+    async def close(self) -> None:
+        """Let running requests end, for `CLOSE_WAIT_S` seconds. Idempotent."""
+        await asyncio.gather(self._reading.close(CLOSE_WAIT_S), self._writing.close(CLOSE_WAIT_S))
+
+    @property
+    def refuses_writes(self) -> bool:
+        """Whether the last write failed although the bucket could be asked."""
+        return self._backoff.is_failing
+
+    async def probe(self) -> None:
+        """See whether the bucket answers.
+
+        Raises:
+            UnavailableError: It does not.
+        """
+        async with self._limit():
+            await self._reading.run(self._objects.probe)
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `StorageBackend.batched_contains`. One HEAD a chunk, `MAX_READS` of them at once; the records are not read."""
+        found = [False] * len(keys)
+
+        async def ask(i: int, key: ChunkKey) -> None:
+            async with self._turns:
+                found[i] = await self._reading.run(self._objects.contains, key)
+
+        async with self._limit():
+            await _all(ask(i, key) for i, key in enumerate(keys))
+        return found
+
+    async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
+        """See `StorageBackend.batched_get`. Several objects at once, each read straight into memory and verified in a thread.
+
+        An object that cannot be read is a miss; when no object could be, the tier is unavailable.
+        """
+        self._reading.check_open()
+        results: list[Result | None] = [None] * len(keys)
+        failures: list[UnavailableError] = []
+        try:
+            async with caller_limit(timeout_s) as limit, self._limit():
+                await _all(self._get(i, key, allocate, results, failures) for i, key in enumerate(keys))
+        except BaseException:
+            release_all(results)
+            raise
+        if keys and len(failures) == len(keys):
+            raise failures[0]
+        late = Miss(MissReason.DEADLINE if limit.expired() else MissReason.UNAVAILABLE)
+        answered = [late if result is None else result for result in results]
+        for result in answered:
+            if isinstance(result, Chunk):
+                self._counters.add("served_chunks")
+                self._counters.add("served_bytes", result.num_bytes)
+            elif result.reason in _COUNTED:
+                self._counters.add(_COUNTED[result.reason])
+        return answered
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """See `StorageBackend.batched_put`. False when the bucket takes no more although it can be asked, and for a while after that."""
+        self._writing.check_open()
+        kept = [False] * len(chunks)
+        if not chunks or not self._backoff.allows():
+            self._counters.add("rejected_writes", len(chunks))
+            return kept
+        failures: list[UnavailableError] = []
+        await _all(self._put(i, chunk, kept, failures) for i, chunk in enumerate(chunks))
+        self._counters.add("stored_chunks", sum(kept))
+        self._counters.add("failed_writes", len(failures))
+        if not failures:
+            if self._backoff.succeeded():
+                logger.info("tier %s takes writes again", self.name)
+            return kept
+        await self.probe()  # raises where it is not the write that is the trouble: the breaker then leaves the whole tier alone
+        if self._backoff.failed():
+            logger.warning("tier %s takes no writes, and is left alone with them for a while: %s", self.name, failures[0])
+        return kept
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """See `StorageBackend.batched_remove`."""
+        removed = [False] * len(keys)
+
+        async def remove(i: int, key: ChunkKey) -> None:
+            async with self._turns:
+                removed[i] = await self._reading.run(self._objects.remove, key)
+
+        async with self._limit():
+            await _all(remove(i, key) for i, key in enumerate(dict.fromkeys(keys)))
+        return sum(removed)
+
+    async def clear(self, tenant: str | None = None) -> int:
+        """See `StorageBackend.clear`, for everybody who shares the bucket. Lists it, without a deadline."""
+        return await self._reading.run(self._objects.clear, tenant)
+
+    def stats(self) -> dict[str, int]:
+        """Figures of this process; how much the bucket holds is the bucket's to say."""
+        counted = {name: value for (name, _), value in self._counters.snapshot().items()}
+        sizes = {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
+        return sizes | {name: counted.get(name, 0) for name in _COUNTS} | {"is_failing": int(self._backoff.is_failing)}
+
+    async def _get(
+        self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None], failures: list[UnavailableError]
+    ) -> None:
+        async with self._turns:
+            try:
+                found = await self._reading.run(self._objects.find, key)
+                if isinstance(found, Miss):
+                    results[place] = found
+                    return
+                memory = allocate(found.payload_bytes)
+                results[place] = Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+            except UnavailableError as exc:
+                failures.append(exc)
+                self._counters.add("failed_reads")
+                results[place] = Miss(MissReason.UNAVAILABLE)
+
+    async def _read(self, found: FoundObject, memory: MemoryObj) -> Result:
+        """Hands `memory` over to a thread, which lives on when nobody waits for it any more."""
+        try:
+            reading = self._reading.submit(self._objects.read, found, memory)
+        except BaseException:
+            memory.ref_count_down()
+            raise
+
+        def give_back(done: Future[Result]) -> None:
+            if done.cancelled():
+                memory.ref_count_down()
+
+        reading.add_done_callback(give_back)
+        return await self._reading.result_of(reading, discard=_release)
+
+    async def _put(self, place: int, chunk: Chunk, kept: list[bool], failures: list[UnavailableError]) -> None:
+        chunk.memory.ref_count_up()
+        try:
+            writing = self._writing.submit(self._objects.write, chunk)
+        except BaseException:
+            chunk.release()
+            raise
+        writing.add_done_callback(lambda _: chunk.release())
+        try:
+            await self._writing.result_of(writing)
+            kept[place] = True
+        except UnavailableError as exc:
+            failures.append(exc)
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[None]:
+        """A deadline whose end is `UnavailableError`."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                yield
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise UnavailableError(f"{self._objects.where}: no answer within {self._timeout_s} s") from exc
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run them at once; the first failure, or cancellation, ends all of them."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _release(result: Result) -> None:
+    if isinstance(result, Chunk):
+        result.release()

@@ -1,0 +1,335 @@
+"""Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+import obstore
+from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import (
+    PREFIX_BYTES,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordHeader,
+    RecordReason,
+    Result,
+    decode_head,
+    decode_prefix,
+    payload_hasher,
+)
+from lmcache_core.security import TokenFile
+from lmcache_core.storage.remote.base import miss_for
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from lmcache_storage.s3 import S3_TIER
+from lmcache_storage.s3.layout import is_record, object_name, tenant_name
+from lmcache_storage.s3.settings import S3Settings
+
+if TYPE_CHECKING:
+    from obstore import GetResult
+    from obstore.store import ClientConfig, S3Config, S3Credential
+
+STORED_AT: Final = "lmcache-stored-at"
+"""Metadata of an object whose chunk is older than it: when that was stored, seconds since the epoch."""
+MAX_RETRIES: Final = 1
+RETRY_PAUSE_S: Final = 0.05
+RETRY_SHARE: Final = 0.5
+"""A request that failed is repeated only within this part of its time."""
+CREDENTIALS_S: Final = 302.0
+"""How long a key from files is said to be good for. The library asks again five minutes before: after two seconds."""
+LIST_OBJECTS: Final = 1000
+MAX_CAUSE_CHARS: Final = 300
+PROBE: Final = "lmcache-probe"
+_OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
+
+
+@dataclass(slots=True)
+class FoundObject:
+    """A record whose head has been read and is the one that was asked for; its payload comes next.
+
+    Attributes:
+        key: Its name.
+        header: Its head, parsed.
+        head: The same as bytes.
+        payload_bytes: Length of its payload.
+        stored_at: When the chunk was stored, seconds since the epoch.
+        pieces: What comes of it.
+    """
+
+    key: ChunkKey
+    header: RecordHeader
+    head: bytes
+    payload_bytes: int
+    stored_at: float
+    pieces: _Pieces
+
+
+class BucketObjects:
+    """Looks up, reads, writes and removes records. Makes no request until it is asked to.
+
+    Args:
+        settings: Which bucket, and how to come to it.
+        clock: Seconds since the epoch.
+
+    Raises:
+        ConfigError: A file cannot be read, or the library refuses an option.
+    """
+
+    def __init__(self, settings: S3Settings, clock: Callable[[], float] = time.time) -> None:
+        assert settings.s3_bucket is not None, "a bucket is needed"
+        self._prefix = settings.s3_prefix
+        self._ttl_s = settings.chunk_ttl_s
+        self._clock = clock
+        self.where = f"bucket {settings.s3_bucket!r}" + (f" at {settings.s3_endpoint_url}" if settings.s3_endpoint_url else "")
+        self._store = _create_store(settings)
+
+    def probe(self) -> None:
+        """See whether the bucket can be asked for an object.
+
+        Raises:
+            UnavailableError: It cannot; or it does not exist, as far as it tells.
+        """
+        try:
+            obstore.list_with_delimiter(self._store, self._prefix + PROBE)
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether there is an object for that chunk, and it is not too old. Its bytes are not read.
+
+        Raises:
+            UnavailableError: The bucket cannot be asked.
+        """
+        try:
+            answer = obstore.get(self._store, object_name(self._prefix, key), options={"head": True})
+        except FileNotFoundError:
+            return False
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+        return not self._is_past(_stored_at(answer))
+
+    def find(self, key: ChunkKey) -> FoundObject | Miss:
+        """The record of that chunk, its head read; or why there is none. What is damaged or too old is removed.
+
+        Raises:
+            UnavailableError: The bucket cannot be read.
+        """
+        name = object_name(self._prefix, key)
+        try:
+            answer = obstore.get(self._store, name)
+            stored_at = _stored_at(answer)
+            if self._is_past(stored_at):
+                self._discard(name)
+                return Miss(MissReason.EXPIRED)
+            pieces = _Pieces(answer)
+            first = bytearray(PREFIX_BYTES)
+            pieces.fill(memoryview(first))
+            prefix = decode_prefix(first)
+            if answer.meta["size"] != prefix.head_bytes + prefix.payload_bytes:
+                raise RecordError(RecordReason.SHORT, f"{answer.meta['size']} bytes")
+            first += bytes(prefix.head_bytes - PREFIX_BYTES)
+            pieces.fill(memoryview(first)[PREFIX_BYTES:])
+            header, payload_bytes = decode_head(bytes(first), key.key)
+        except FileNotFoundError:
+            return Miss(MissReason.NEVER_STORED)
+        except RecordError as exc:
+            if exc.reason not in _OF_ANOTHER_VERSION:
+                self._discard(name)
+            return miss_for(exc)
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+        return FoundObject(key, header, bytes(first), payload_bytes, stored_at, pieces)
+
+    def read(self, found: FoundObject, memory: MemoryObj) -> Result:
+        """The chunk in that memory, verified; or a miss, and the memory is given back. A damaged object is removed.
+
+        Raises:
+            UnavailableError: The bucket cannot be read any more; the memory is given back.
+        """
+        is_whole = False
+        try:
+            hasher = payload_hasher()
+            found.pieces.fill(memory.byte_array, hasher.update)
+            is_whole = hasher.digest() == found.header.digest
+        except RecordError:
+            pass
+        except (BaseError, OSError) as exc:
+            memory.ref_count_down()
+            raise self._unavailable(exc) from exc
+        except BaseException:
+            memory.ref_count_down()
+            raise
+        if not is_whole:
+            memory.ref_count_down()
+            self._discard(object_name(self._prefix, found.key))
+            return Miss(MissReason.CORRUPT)
+        return Chunk(found.key, found.header, found.head, memory, S3_TIER, found.stored_at)
+
+    def write(self, chunk: Chunk) -> None:
+        """Write a record over whatever has its name, in one request: an object is there as a whole or not at all.
+
+        Raises:
+            UnavailableError: It was not taken.
+        """
+        attributes = {} if chunk.stored_at is None else {STORED_AT: repr(chunk.stored_at)}
+        name = object_name(self._prefix, chunk.key)
+        try:
+            obstore.put(self._store, name, [chunk.head, chunk.memory.byte_array], attributes=attributes, use_multipart=False)
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Remove a chunk's object; whether there was one.
+
+        Raises:
+            UnavailableError: The bucket does not do it.
+        """
+        name = object_name(self._prefix, key)
+        try:
+            obstore.head(self._store, name)
+            obstore.delete(self._store, name)
+        except FileNotFoundError:
+            return False
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+        return True
+
+    def clear(self, tenant: str | None) -> int:
+        """Remove all records (of that tenant), and nothing else that lies in the bucket; how many. Lists them.
+
+        Raises:
+            UnavailableError: The bucket does not do it; some may be gone.
+        """
+        num_removed = 0
+        under = self._prefix if tenant is None else f"{self._prefix}{tenant_name(tenant)}/"
+        try:
+            for batch in obstore.list(self._store, under or None, chunk_size=LIST_OBJECTS):
+                names = [found["path"] for found in batch if is_record(found["path"], self._prefix, tenant)]
+                if names:
+                    obstore.delete(self._store, names)
+                num_removed += len(names)
+        except FileNotFoundError:
+            return num_removed
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+        return num_removed
+
+    def _is_past(self, stored_at: float) -> bool:
+        return self._ttl_s is not None and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
+
+    def _discard(self, name: str) -> None:
+        """Remove what nobody can use, so that a good one is written there again; if that fails, it is a miss the next time too."""
+        try:
+            obstore.delete(self._store, name)
+        except (BaseError, OSError):
+            return
+
+    def _unavailable(self, exc: Exception) -> UnavailableError:
+        return UnavailableError(f"{self.where}: {_cause(exc)}")
+
+
+class _Pieces:
+    """The bytes of an object as they come."""
+
+    def __init__(self, answer: GetResult) -> None:
+        self._pieces: Iterator[bytes] = iter(answer.stream(min_chunk_size=1))
+        self._piece = memoryview(b"")
+
+    def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
+        """Fill it with what comes next, and show `saw` each part of it.
+
+        Raises:
+            RecordError: The object ends before.
+        """
+        at = 0
+        while at < len(view):
+            if not self._piece:
+                piece = next(self._pieces, None)
+                if piece is None:
+                    raise RecordError(RecordReason.SHORT, "the object ends within its record")
+                self._piece = memoryview(piece)
+                continue
+            taken = min(len(view) - at, len(self._piece))
+            view[at : at + taken] = self._piece[:taken]
+            if saw is not None:
+                saw(view[at : at + taken])
+            self._piece = self._piece[taken:]
+            at += taken
+
+
+class _KeyFiles:
+    """Credentials from two files, as they are now. Called by the library when it needs them."""
+
+    def __init__(self, access_key: TokenFile, secret_key: TokenFile) -> None:
+        self._access_key = access_key
+        self._secret_key = secret_key
+
+    def __call__(self) -> S3Credential:
+        return {
+            "access_key_id": self._access_key.text,
+            "secret_access_key": self._secret_key.text,
+            "token": None,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=CREDENTIALS_S),
+        }
+
+
+def _create_store(settings: S3Settings) -> S3Store:
+    limit = timedelta(seconds=settings.s3_timeout_s)
+    is_encrypted = settings.s3_endpoint_url is None or settings.s3_endpoint_url.startswith("https://")
+    client: ClientConfig = {"timeout": limit, "connect_timeout": limit, "allow_http": not is_encrypted}
+    if settings.s3_ca_file is not None:
+        try:
+            client["root_certificate"] = settings.s3_ca_file.read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"s3_ca_file={str(settings.s3_ca_file)!r} cannot be read: {exc.strerror or exc}") from exc
+    keys = None
+    if settings.s3_access_key_file is not None and settings.s3_secret_key_file is not None:
+        keys = _KeyFiles(
+            TokenFile(settings.s3_access_key_file, "s3_access_key_file"), TokenFile(settings.s3_secret_key_file, "s3_secret_key_file")
+        )
+    pause = timedelta(seconds=RETRY_PAUSE_S)
+    config: S3Config = {
+        "region": settings.s3_region,
+        "virtual_hosted_style_request": not settings.s3_path_style,
+        "unsigned_payload": is_encrypted,  # TLS and the record's own digest guard it; a third hash is the largest cost of a write
+        "disable_bulk_delete": True,  # not every server has it
+    }
+    if settings.s3_endpoint_url is not None:
+        config["endpoint"] = settings.s3_endpoint_url
+    try:
+        return S3Store(
+            settings.s3_bucket,
+            config=config,
+            client_options=client,
+            retry_config={
+                "max_retries": MAX_RETRIES,
+                "backoff": {"init_backoff": pause, "max_backoff": 2 * pause, "base": 2},
+                "retry_timeout": limit * RETRY_SHARE,
+            },
+            credential_provider=keys,
+        )
+    except (BaseError, ValueError) as exc:
+        raise ConfigError(f"s3_bucket={settings.s3_bucket!r}: {_cause(exc)}") from exc
+
+
+def _stored_at(answer: GetResult) -> float:
+    """When the chunk was stored, seconds since the epoch."""
+    made_at = answer.meta["last_modified"].timestamp()
+    try:
+        return min(made_at, float(answer.attributes.get(STORED_AT, made_at)))
+    except ValueError:
+        return made_at
+
+
+def _cause(exc: Exception) -> str:
+    """What went wrong, without the answer's body, which may repeat what was signed."""
+    first = str(exc).partition("\n")[0].partition(": <")[0]
+    return first[:MAX_CAUSE_CHARS] or type(exc).__name__

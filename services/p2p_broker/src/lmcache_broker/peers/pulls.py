@@ -1,0 +1,114 @@
+"""The pulls that this broker has granted and that are not over: whose they are, and at whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from lmcache_broker.peers.record import PeerRecord
+
+MAX_PULL_S: Final = 600.0
+"""From its beginning; then it is not renewed any more, so that nobody keeps a place for ever."""
+
+
+class Requester(NamedTuple):
+    """Who pulls.
+
+    Attributes:
+        tenant: Whose it is.
+        instance: Its id in that tenant.
+    """
+
+    tenant: str
+    instance: str
+
+    def __str__(self) -> str:
+        """As brokers tell each other. Neither part holds a slash."""
+        return f"{self.tenant}/{self.instance}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One pull. Times are monotonic seconds.
+
+    Attributes:
+        pull_id: Known to its requester alone.
+        requester: Who pulls.
+        record: Who serves.
+        began_s: When it was granted.
+        ends_s: When its ticket ends.
+    """
+
+    pull_id: str
+    requester: Requester
+    record: PeerRecord
+    began_s: float
+    ends_s: float
+
+
+class PullBook:
+    """Pulls by id. Tickets live equally long, so that the oldest is the first to expire; as many as peers may serve at once."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[str, Pull] = {}
+        self._by_tenant: Counter[str] = Counter()
+        self._by_requester: Counter[Requester] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def __iter__(self) -> Iterator[Pull]:
+        return iter(list(self._pulls.values()))
+
+    def add(self, pull: Pull) -> None:
+        """A pull begins."""
+        self._pulls[pull.pull_id] = pull
+        self._by_tenant[pull.requester.tenant] += 1
+        self._by_requester[pull.requester] += 1
+        pull.record.add_pull(pull.ends_s, pull.pull_id)
+
+    def end(self, pull_id: str, requester: Requester) -> Pull | None:
+        """That pull of that requester is over; None when there is none."""
+        pull = self._find(pull_id, requester)
+        if pull is not None:
+            self._drop(pull)
+            pull.record.end_pull(pull_id)
+        return pull
+
+    def renew(self, pull_id: str, requester: Requester, now_s: float, ends_s: float) -> Pull | None:
+        """That pull of that requester goes on until then; None when there is none, or it has gone on for too long."""
+        pull = self._find(pull_id, requester)
+        if pull is None or now_s - pull.began_s > MAX_PULL_S:
+            return None
+        renewed = self._pulls[pull_id] = Pull(pull_id, requester, pull.record, pull.began_s, ends_s)
+        self._pulls[pull_id] = self._pulls.pop(pull_id)  # the last to expire
+        pull.record.renew_pull(pull_id, ends_s)
+        return renewed
+
+    def expire(self, now_s: float) -> None:
+        """Forget those whose tickets have ended."""
+        while self._pulls:
+            pull = next(iter(self._pulls.values()))
+            if pull.ends_s > now_s:
+                break
+            self._drop(pull)
+
+    def share(self, requester: Requester) -> tuple[int, int]:
+        """Pulls of its tenant, and its own: who has the fewest is next."""
+        return (self._by_tenant[requester.tenant], self._by_requester[requester])
+
+    def _find(self, pull_id: str, requester: Requester) -> Pull | None:
+        pull = self._pulls.get(pull_id)
+        return pull if pull is not None and pull.requester == requester else None
+
+    def _drop(self, pull: Pull) -> None:
+        del self._pulls[pull.pull_id]
+        tenant = pull.requester.tenant
+        self._by_tenant[tenant] -= 1
+        self._by_requester[pull.requester] -= 1
+        if self._by_tenant[tenant] <= 0:
+            del self._by_tenant[tenant]
+        if self._by_requester[pull.requester] <= 0:
+            del self._by_requester[pull.requester]

@@ -1,0 +1,50 @@
+"""What one Redis server answers stands where it was asked, however it comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from lmcache_core.security.tls import TlsFiles
+from lmcache_lookup.index.redis_node import Command, RedisNode
+from lmcache_lookup.index.redis_urls import read_redis_url
+from redis.exceptions import ConnectionError as LostConnectionError
+from redis.exceptions import ResponseError
+
+from tests.fixtures.redis_server import running_redis
+
+NUM_LARGE = 300
+LARGE_BYTES = 7001
+
+
+@pytest_asyncio.fixture
+async def node() -> AsyncIterator[RedisNode]:
+    with running_redis() as server:
+        made = read_redis_url(server.url, TlsFiles()).node(5)
+        yield made
+        await made.close()
+
+
+async def test_refusals_stand_between_answers(node: RedisNode) -> None:
+    words = [("SET", "a", "1"), ("HGET", "a", "field"), ("GET", "a"), ("GET", "b"), ("INCR", "a"), ("NOSUCH",), ("MGET", "a", "b")]
+    answers = await node.exchange([Command("a", one) for one in words])
+    assert isinstance(answers[1], ResponseError)
+    assert isinstance(answers[5], ResponseError)
+    assert [answers[place] for place in (0, 2, 3, 4, 6)] == [b"OK", b"1", None, 2, [b"2", None]]
+    assert await node.exchange([Command("a", ("GET", "a"))]) == [b"2"]
+
+
+async def test_a_server_that_is_no_master_any_more_is_left(node: RedisNode) -> None:
+    """Whatever it has answered before: sentinels are asked anew for each connection."""
+    await node.exchange([Command("a", ("REPLICAOF", "127.0.0.1", "1"))])
+    number = await node.exchange([Command("a", ("CLIENT", "ID"))])
+    with pytest.raises(LostConnectionError):
+        await node.exchange([Command("a", ("GET", "a")), Command("a", ("SET", "a", "1"))])
+    assert await node.exchange([Command("a", ("CLIENT", "ID"))]) != number
+
+
+async def test_answers_that_come_in_many_pieces_are_whole_and_in_order(node: RedisNode) -> None:
+    values = [b"%07d" % number * (LARGE_BYTES // 7) + b"!" for number in range(NUM_LARGE)]
+    await node.exchange([Command("k", ("SET", f"k{number}", value)) for number, value in enumerate(values)])
+    assert await node.exchange([Command("k", ("GET", f"k{number}")) for number in range(NUM_LARGE)]) == values

@@ -1,0 +1,85 @@
+"""An engine without a sidecar finds chunks in the remote tier where lookup says that they are, beyond the servers that it would ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from lmcache_core.lookup import LookupClient, StoreEvent
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.record import MissReason
+from lmcache_core.security import Principal
+from lmcache_core.storage.assembly import create_hot_tier, create_lower_tiers, create_surroundings
+from lmcache_core.storage.remote.rendezvous import ranked
+from lmcache_core.storage.remote.replicas import MAX_FURTHER_CHOICES
+from lmcache_core.testing.backend_suite import payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+from lmcache_core.wire import LmServer
+
+from tests.fixtures.kv import make_config
+from tests.fixtures.replicas import free_ports
+from tests.fixtures.service_process import running_service
+from tests.fixtures.wire import MemoryStore
+
+KEY = make_key("a")
+NAMES = [f"s-{i}" for i in range(MAX_FURTHER_CHOICES + 3)]
+
+
+@asynccontextmanager
+async def storages(exits: AsyncExitStack) -> AsyncIterator[str]:
+    """Their URL; the last choice of them has the chunk."""
+    ports = []
+    for name in NAMES:
+        store = MemoryStore()
+        server = LmServer(store, lambda token: Principal("default", "client", "test"), name=name)
+        await server.open()
+        exits.push_async_callback(server.close)
+        exits.callback(store.clear)
+        if name == ranked(NAMES, KEY.key.chunk_id())[-1]:
+            chunk = make_chunk("a", allocate=store.arena)
+            assert await store.put(chunk)
+            chunk.release()
+        ports.append(server.port)
+    yield "lm://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+async def announce(lookup_url: str, holder: str) -> None:
+    client = LookupClient(lookup_url, None, 5.0)
+    await client.open()
+    await client.renew_instance(holder, incarnation=1, kind="storage")
+    chunk_ids = [KEY.key.chunk_id()]
+    await client.send_events(holder, incarnation=1, first_sequence=0, events=[StoreEvent("store", KEY.key.chunk_id().hex(), "Hot", 100)])
+    async with asyncio.timeout(5):
+        while not (await client.lookup(chunk_ids)).holders:
+            await asyncio.sleep(0.02)
+    await client.close()
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool) -> None:
+    with running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup:
+        async with AsyncExitStack() as exits, storages(exits) as url:
+            if is_announced:
+                await announce(lookup.url, ranked(NAMES, KEY.key.chunk_id())[-1])
+            (port,) = free_ports(1)
+            config = make_config(
+                enable_p2p=True,
+                lookup_url=lookup.url,
+                broker_url="http://127.0.0.1:1",
+                distributed_url=f"lm://127.0.0.1:{port}",
+                remote_url=url,
+                tier_timeout_s=10.0,
+            )
+            around = create_surroundings(config)
+            hot = create_hot_tier(config, HostMemoryAllocator(1 << 20), around)
+            remote = create_lower_tiers(config, surroundings=around)[-1]
+            stack = around.make_stack(hot, [remote], keep_hot=False)
+            await stack.open()
+            exits.push_async_callback(stack.close)
+            exits.push_async_callback(around.close)
+            await around.open(stack)
+            [got] = await remote.batched_get([KEY], hot.allocate, 10.0)
+            assert payload_of(got) == (make_payload("a") if is_announced else MissReason.NEVER_STORED)

@@ -1,0 +1,64 @@
+"""Every route of every service, as its OpenAPI document lists them: nothing of a request is read before its caller is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fixtures.guarded_services import REST_NAMES, TOKENS, Guarded
+
+OPEN = {"/healthz", "/readyz", "/metrics"}
+ADMINS = {
+    "lookup": {"/v1/admin/evict", "/v1/admin/clear"},
+    "broker": {"/v1/peers/%21%21:drain"},
+    "storage": {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")},
+    "sidecar": {f"/v1/{action}" for action in ("evict", "clear", "drain", "pin", "unpin", "explain", "log-level")},
+}
+BODIES = {
+    "application/json": b'{"chunk_ids": [',
+    "application/msgpack": b"\xc1",
+    "application/vnd.lmcache.record": b"LMKV and no record",
+    "text/html": b"<",
+}
+
+
+def operations(guarded: Guarded, name: str) -> Iterator[tuple[str, str]]:
+    """Methods and paths, with what no parameter of ours can be in the place of each."""
+    with guarded.rest(name) as client:
+        document = client.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            yield method.upper(), re.sub(r"\{[^}]*\}", "%21%21", path)
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+@pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789"])
+def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(guarded: Guarded, name: str, token: str | None) -> None:
+    found = list(operations(guarded, name))
+    assert len(found) > len(OPEN) + 4
+    assert {path for _, path in found} >= OPEN
+    with guarded.rest(name, token) as client:
+        for method, path in found:
+            if path in OPEN:
+                continue
+            for media_type, body in BODIES.items():
+                answer = client.request(
+                    method, f"{path}?limit=many&ttl_ms=-1&incarnation=no", content=body, headers={"content-type": media_type}
+                )
+                assert answer.status_code == 401, (method, path, media_type, answer.text)
+                assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("name", REST_NAMES)
+def test_a_lesser_role_learns_nothing_of_what_an_admin_may_say(guarded: Guarded, name: str) -> None:
+    with guarded.rest(name, TOKENS["acme"]) as client:
+        refused = set()
+        for method, path in operations(guarded, name):
+            if method in {"POST", "PUT"}:
+                answer = client.request(method, path, content=BODIES["application/json"], headers={"content-type": "application/json"})
+                assert 400 <= answer.status_code < 500, (method, path, answer.text)
+                if answer.status_code == 403:
+                    refused.add(path)
+    assert ADMINS[name] <= refused

@@ -1,0 +1,301 @@
+"""cache_storage as a process with a bucket behind its disk: a real S3-compatible server, also killed, paused, slow and read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.record import MissReason
+from lmcache_core.testing.backend_suite import payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
+from lmcache_core.wire import LmClient
+
+from tests.chaos.cluster.link import Link
+from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
+from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+
+CHUNK_BYTES = 100_000
+MEMORY_GB = 0.03
+TIER_TIMEOUT_S = 1.0
+SLACK_S = 2.0  # what a machine with other work on it may add
+S3 = "S3Backend"
+
+
+def environ(directory: Path, server: S3Server, **options: Any) -> dict[str, str]:
+    settings = {
+        "port": 0,
+        "lm_port": 0,
+        "memory_gb": MEMORY_GB,
+        "disk_path": directory / "disk",
+        "disk_gb": 0.05,
+        "instance_id": "storage-0",
+        "tier_timeout_s": TIER_TIMEOUT_S,
+        "s3_timeout_s": 2,
+        **server.options,
+    }
+    return {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in (settings | options).items()}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    with running_s3(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def storage(tmp_path: Path, server: S3Server) -> Iterator[ServiceProcess]:
+    with running_service("lmcache_storage", tmp_path, environ(tmp_path, server)) as service:
+        yield service
+        for secret in (ACCESS_KEY, SECRET_KEY, "Traceback"):
+            assert secret not in service.output
+
+
+@asynccontextmanager
+async def doors(service: ServiceProcess, token: str | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
+    lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False, timeout=20) as rest:
+        yield rest, lm
+    await lm.close()
+
+
+def url_of(name: str) -> str:
+    return f"/v1/chunks/{make_key(name).key.to_url()}"
+
+
+def record_of(name: str) -> bytes:
+    return make_record(name, make_payload(name, CHUNK_BYTES))
+
+
+async def figures(rest: httpx.AsyncClient) -> dict[str, int]:
+    return dict((await rest.get("/v1/stats")).json()["tiers"][S3])
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+async def store(rest: httpx.AsyncClient, *names: str) -> None:
+    """Store them, and wait until they are where they go."""
+    for name in names:
+        assert (await rest.put(url_of(name), content=record_of(name))).status_code in (201, 204)
+
+    async def settled() -> bool:
+        return bool((await rest.get("/v1/stats")).json()["settled"])
+
+    await until(settled)
+
+
+def start_empty(storage: ServiceProcess, end: signal.Signals, directory: Path) -> None:
+    """End it and start it again, its memory and its disk empty."""
+    assert storage.stop(end) == (0 if end is signal.SIGTERM else -end)
+    shutil.rmtree(directory / "disk")
+    storage.start()
+
+
+def allocator() -> Callable[[int], MemoryObj | None]:
+    arena = ArenaAllocator.anonymous(10 * CHUNK_BYTES)
+    return lambda num_bytes: arena.allocate((num_bytes,), None)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path, end: signal.Signals
+) -> None:
+    async with doors(storage) as (rest, lm):
+        await lm.put([make_chunk("b", payload=make_payload("b", CHUNK_BYTES))])
+        await store(rest, "a", "c")
+    assert len(server.names()) == 3
+    start_empty(storage, end, tmp_path)
+    async with doors(storage) as (rest, lm):
+        assert await lm.contains([make_key(name) for name in ("a", "b", "never", "c")]) == [True, True, False, True]
+        assert (await rest.get(url_of("a"))).content == record_of("a")
+        results = await lm.get([make_key("b"), make_key("never")], allocator())
+        assert [payload_of(result) for result in results] == [make_payload("b", CHUNK_BYTES), MissReason.NEVER_STORED]
+        served = await figures(rest)
+        assert (served["served_chunks"], served["get_calls"] > 0) == (2, True)
+        metrics = (await rest.get("/metrics")).text
+        label = '{operation="get",tier="S3Backend"} '
+        assert float(metrics.partition("lmcache_tier_seconds_total" + label)[2].partition("\n")[0]) > 0
+        assert f"lmcache_tier_bytes_total{label}{float(2 * len(record_of('a')))}" in metrics
+        assert SECRET_KEY not in metrics
+        assert (await rest.get(url_of("a"))).content == record_of("a")
+        assert (await figures(rest))["served_chunks"] == 2, "it is hot now"
+        assert (await rest.delete(url_of("a"))).status_code == 204
+        assert (await rest.get(url_of("a"))).status_code == 404
+        assert await lm.remove([make_key("c")]) == 1
+        assert len(server.names()) == 1
+
+
+async def test_tenants_are_kept_apart_and_cleared_apart(server: S3Server, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    with running_service("lmcache_storage", tmp_path, environ(tmp_path, server, auth_tokens_file=tokens)) as storage:
+        async with doors(storage, TOKENS["acme"]) as (rest, _):
+            await store(rest, "a", "b")
+            await rest.put(url_of("b"), content=record_of("b"), headers=bearer("rival"))
+            await store(rest)
+        start_empty(storage, signal.SIGKILL, tmp_path)
+        async with doors(storage, TOKENS["rival"]) as (rest, rival):
+            assert await rival.contains([make_key("a"), make_key("b")]) == [False, True]
+            assert (await rest.get(url_of("a"))).status_code == 404
+            await rest.post("/v1/admin/clear", json={"tenant": "acme"}, headers=bearer("operator"))
+            assert [name.split("/")[1] for name in server.names()] == ["rival"]
+            assert (await rest.get(url_of("b"))).content == record_of("b")
+
+
+async def test_a_server_that_shares_the_bucket_finds_what_another_has_stored(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path
+) -> None:
+    (tmp_path / "second").mkdir()
+    with running_service("lmcache_storage", tmp_path / "second", environ(tmp_path / "second", server, instance_id="storage-1")) as second:
+        async with doors(storage) as (rest, _), doors(second) as (other, _):
+            await store(rest, "a")
+            assert (await other.get(url_of("a"))).content == record_of("a")
+            await store(other, "a")
+            assert (await figures(other))["stored_chunks"] == 0, "what is there is not uploaded again"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "foreign"])
+async def test_a_damaged_object_is_a_miss_and_is_counted(storage: ServiceProcess, server: S3Server, tmp_path: Path, damage: str) -> None:
+    async with doors(storage) as (rest, _):
+        await store(rest, "a")
+    (name,) = server.names()
+    record = record_of("a")
+    broken = {"flipped": record[:-1] + bytes([record[-1] ^ 1]), "cut": record[: CHUNK_BYTES // 2], "foreign": record_of("b")}
+    server.write(name, broken[damage])
+    start_empty(storage, signal.SIGKILL, tmp_path)
+    async with doors(storage) as (rest, _):
+        answer = await rest.get(url_of("a"))
+        assert (answer.status_code, (await figures(rest))["corrupt_chunks"]) == (404, 1)
+        assert server.names() == []
+        await store(rest, "a")
+        assert server.read(name) == record
+
+
+async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(storage: ServiceProcess, server: S3Server, tmp_path: Path) -> None:
+    async with doors(storage) as (rest, _):
+        await store(rest, "a", "b")
+    start_empty(storage, signal.SIGKILL, tmp_path)
+    async with doors(storage) as (rest, lm):
+        server.pause()
+        began = time.monotonic()
+        asked = asyncio.ensure_future(lm.get([make_key("a"), make_key("b")], allocator()))
+        await asyncio.sleep(0.2)
+        server.kill()
+        results = [payload_of(result) for result in await asked]
+        assert set(results) <= {MissReason.UNAVAILABLE, MissReason.DEADLINE}
+        assert time.monotonic() - began < TIER_TIMEOUT_S + SLACK_S
+        for i in range(8):
+            assert (await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))).status_code == 201
+            assert (await rest.get(url_of("a"))).status_code == 404
+
+        async def is_bypassed() -> bool:
+            await rest.get(url_of("a"))
+            return bool((await figures(rest))["breaker_open"])
+
+        await until(is_bypassed)
+        ready = (await rest.get("/readyz")).json()
+        assert (ready["status"], ready["checks"]["s3"]["ok"]) == ("degraded", False)
+        assert (await rest.get(url_of("3"))).content == record_of("3")
+        server.start()
+
+        async def is_found() -> bool:
+            return (await rest.get(url_of("a"))).status_code == 200
+
+        await until(is_found)
+        assert (await rest.get(url_of("a"))).content == record_of("a")
+        assert (await rest.get("/readyz")).json()["status"] == "ok"
+        await store(rest, "after")
+        assert (await figures(rest))["stored_chunks"] >= 1
+
+
+async def test_a_slow_server_costs_its_deadline_and_no_store_waits_for_it(server: S3Server, tmp_path: Path) -> None:
+    link = Link(0)
+    await link.open()
+    link.set_target("s3", int(server.url.rpartition(":")[2]))
+    options = environ(tmp_path, server, s3_endpoint_url=f"http://127.0.0.1:{link.port}")
+    try:
+        with running_service("lmcache_storage", tmp_path, options) as storage:
+            async with doors(storage) as (rest, lm):
+                await store(rest, "a")
+            await asyncio.to_thread(start_empty, storage, signal.SIGKILL, tmp_path)
+            async with doors(storage) as (rest, lm):
+                link.delay_s = 3 * TIER_TIMEOUT_S
+                began = time.monotonic()
+                [result] = await lm.get([make_key("a")], allocator())
+                assert payload_of(result) is MissReason.DEADLINE
+                assert time.monotonic() - began < TIER_TIMEOUT_S + SLACK_S
+                num_bytes = int(MEMORY_GB * 2**30)
+                for i in range(80):  # twice what may wait
+                    assert (await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))).status_code == 201
+                    if i % 20 == 0:
+                        assert (await figures(rest))["pending_write_bytes"] <= num_bytes // 8
+                lost = await figures(rest)
+                assert lost["dropped_writes"] + lost["unkept_writes"] > 0
+            await asyncio.to_thread(storage.stop, signal.SIGKILL)  # an orderly end would wait for the writes
+    finally:
+        await link.close()
+
+
+async def test_a_bucket_that_takes_no_writes_is_read(storage: ServiceProcess, server: S3Server, tmp_path: Path) -> None:
+    async with doors(storage) as (rest, _):
+        await store(rest, "a")
+    start_empty(storage, signal.SIGKILL, tmp_path)
+    server.kill()
+    server.is_read_only = True
+    server.start()
+    async with doors(storage) as (rest, _):
+        for i in range(8):
+            await store(rest, f"{i}")
+        refused = await figures(rest)
+        assert refused["failed_writes"] + refused["rejected_writes"] == 8
+        assert (refused["failed_writes"] > 0, refused["is_failing"], refused["breaker_open"]) == (True, 1, 0)
+        assert (await rest.get(url_of("a"))).content == record_of("a")
+        assert not (await rest.get("/readyz")).json()["checks"]["s3"]["ok"]
+        server.kill()
+        server.is_read_only = False
+        server.start()
+
+        async def is_healed() -> bool:
+            await store(rest, f"later-{time.monotonic_ns()}")
+            return not (await figures(rest))["is_failing"]
+
+        await until(is_healed)
+        assert (await rest.get("/readyz")).json()["checks"]["s3"]["ok"]
+
+
+async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replaced(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path
+) -> None:
+    async with doors(storage) as (rest, _):
+        await store(rest, "a")
+    start_empty(storage, signal.SIGKILL, tmp_path)
+    server.kill()
+    server.secret_key = "another-secret-0123456789"
+    server.start()
+    async with doors(storage) as (rest, _):
+        assert (await rest.get(url_of("a"))).status_code == 404
+        ready = await rest.get("/readyz")
+        assert (ready.status_code, ready.json()["checks"]["s3"]["ok"]) == (200, False)
+        assert SECRET_KEY not in ready.text
+        assert (await rest.put(url_of("b"), content=record_of("b"))).status_code == 201
+        server.secret_key_file.write_text(server.secret_key)
+
+        async def is_found() -> bool:
+            return (await rest.get(url_of("a"))).status_code == 200
+
+        await until(is_found)
+    assert server.secret_key not in storage.output

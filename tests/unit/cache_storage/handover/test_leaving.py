@@ -1,0 +1,145 @@
+"""Chunks that have been given away: other servers do not rely on them, and whoever stores one anew keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from lmcache_core.keys import ChunkKey
+from lmcache_core.storage.remote.rendezvous import home
+from lmcache_core.testing.chunks import make_chunk
+from lmcache_core.wire import ClientOptions, LmClient, LmServer
+from lmcache_storage.handover import leaving as leaving_chunks
+from lmcache_storage.handover import rebalancer as rebalancing
+from lmcache_storage.handover.leaving import Leaving
+
+from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
+
+STRANGERS = [key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1"]
+FORGET_AFTER_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", FORGET_AFTER_S)
+
+
+@asynccontextmanager
+async def asked_by(made: Here, *, hands_over: bool) -> AsyncIterator[LmClient]:
+    """What `made` says to another server, or to a client."""
+    server = LmServer(made.door, lambda token: ADMIN, name="s-0")
+    await server.open()
+    client = LmClient("127.0.0.1", server.port, None, ClientOptions(timeout_s=2, hands_over=hands_over))
+    yield client
+    await client.close()
+    await server.close()
+
+
+async def moved(made: Here) -> None:
+    """Let what belongs to others go there."""
+    await made.put(KEYS)
+    for _ in range(rebalancing.STEADY_LOOKS + 1):
+        await made.rebalancer.look()
+    assert set(made.others["s-1"].chunks) == set(STRANGERS)
+
+
+async def forgotten(made: Here) -> None:
+    """Let what has moved be forgotten here."""
+    await asyncio.sleep(FORGET_AFTER_S)
+    await made.rebalancer.look()
+
+
+async def test_a_server_that_takes_chunks_and_ends_gives_them_back_to_stay() -> None:
+    async with here("s-1") as made, asked_by(made, hands_over=True) as ending, asked_by(made, hands_over=False) as reader:
+        await moved(made)
+        assert await reader.contains(KEYS) == [True] * len(KEYS)
+        assert await ending.contains(KEYS) == [key not in STRANGERS for key in KEYS], "what is about to be forgotten is as good as gone"
+        back = [make_chunk(KEYS.index(key)) for key in STRANGERS[:3]]
+        assert await ending.hand_over(back, may_evict=False) == [True] * 3
+        assert await ending.contains(STRANGERS) == [True] * 3 + [False] * (len(STRANGERS) - 3)
+        await forgotten(made)
+        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[3:])
+
+
+async def test_a_chunk_leaves_before_its_new_home_can_know_of_it() -> None:
+    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+        await made.put(KEYS)
+        made.others["s-1"].gate = asyncio.Event()
+        for _ in range(rebalancing.STEADY_LOOKS):
+            await made.rebalancer.look()
+        moving = asyncio.create_task(made.rebalancer.look())
+        async with asyncio.timeout(5):
+            while await ending.contains(STRANGERS[-1:]) == [True] and not made.others["s-1"].chunks:
+                await asyncio.sleep(0.01)
+        assert not made.others["s-1"].chunks
+        made.others["s-1"].gate.set()
+        await moving
+
+
+async def test_what_is_not_taken_stays() -> None:
+    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+        made.others["s-1"].room = False
+        await made.put(KEYS)
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        assert await ending.contains(KEYS) == [True] * len(KEYS)
+
+
+async def test_what_a_client_stores_meanwhile_stays() -> None:
+    async with here("s-1") as made, asked_by(made, hands_over=False) as client:
+        await moved(made)
+        assert await client.put([make_chunk(KEYS.index(STRANGERS[0]))]) == [True]
+        await forgotten(made)
+        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[1:])
+
+
+async def test_what_its_home_has_lost_stays() -> None:
+    async with here("s-1") as made:
+        await moved(made)
+        made.others["s-1"].chunks.pop(STRANGERS[0]).release()
+        await forgotten(made)
+        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[1:])
+
+
+async def test_what_a_dead_server_took_stays() -> None:
+    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+        await moved(made)
+        await made.servers["s-1"].close()
+        await forgotten(made)
+        assert set(made.hot.keys()) == set(KEYS)
+        assert await ending.contains(KEYS) == [True] * len(KEYS)
+
+
+async def test_storing_waits_until_the_old_copy_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving, key, go = Leaving(), KEYS[0], asyncio.Event()
+    seen: list[str] = []
+
+    async def remove() -> None:
+        await go.wait()
+        seen.append("removed")
+
+    async def store(which: ChunkKey) -> bool:
+        is_stored = await leaving.stay(which)
+        seen.append("stored" if is_stored else "refused")
+        return is_stored
+
+    leaving.begin([key])
+    forgetting = asyncio.create_task(leaving.forget([key], remove()))
+    await asyncio.sleep(0)
+    assert key in leaving, "nobody relies on it"
+    storing = asyncio.create_task(store(key))
+    assert await store(KEYS[1])
+    go.set()
+    await asyncio.gather(forgetting, storing)
+    assert seen == ["stored", "removed", "stored"]
+    assert key not in leaving
+
+    monkeypatch.setattr(leaving_chunks, "MAX_REMOVAL_WAIT_S", 0.05)
+    go.clear()
+    forgetting = asyncio.create_task(leaving.forget([key], remove()))
+    await asyncio.sleep(0)
+    assert not await store(key), "a disk that hangs does not hold it up for ever"
+    go.set()
+    await forgetting

@@ -1,0 +1,38 @@
+"""Memory that a process frees: kept where the process was told so, within its bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+from lmcache_storage.freed_memory import KEPT_BYTES, keep_freed_memory
+if {told}:
+    assert keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+pieces = [bytes(500_000) for _ in range(4)]
+del pieces
+before = faults()
+for _ in range(200):
+    pieces = [b"x" * 500_000 for _ in range(4)]
+    del pieces
+print(faults() - before)
+at_rest = resident()
+pieces = [b"x" * 500_000 for _ in range(200)]
+del pieces
+assert resident() - at_rest < KEPT_BYTES + (2 << 20)
+"""
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_pieces_of_bodies_use_memory_again(told: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS.format(told=told)], capture_output=True, text=True, check=True, timeout=60)
+    num_faults = int(done.stdout)
+    pages = 200 * 4 * 500_000 // 4096
+    assert (num_faults < pages / 20) is told, f"{num_faults} of {pages} pages"
