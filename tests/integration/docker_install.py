@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import hcl2
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -207,6 +208,16 @@ def megabytes(tree: Path) -> float:
 def test_every_image_is_tested_and_baked() -> None:
     names = {path.name.removesuffix(".Dockerfile") for path in (REPOSITORY / "docker").glob("*.Dockerfile")}
     assert names == set(IMAGES)
+    bake = hcl2.loads((REPOSITORY / "docker-bake.hcl").read_text(encoding="utf-8"))
+    variables = {name.strip('"'): body["default"] for block in bake["variable"] for name, body in block.items()}
+    assert {image.strip('"') for image in variables["IMAGES"]} == set(IMAGES)
+    targets = {name.strip('"'): body for block in bake["target"] for name, body in block.items()}
+    assert targets["image"]["dockerfile"] == '"docker/${image}.Dockerfile"'
+    assert targets["contents"]["attest"] == ['"type=sbom"']
+    version = next(
+        line for line in (REPOSITORY / "helm/lmcache/Chart.yaml").read_text(encoding="utf-8").splitlines() if "appVersion" in line
+    )
+    assert variables["TAG"].strip('"') == version.split(":")[1].strip().strip('"'), "the chart asks for the tag that is baked"
 
 
 @pytest.mark.parametrize("image", sorted(IMAGES))
