@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from lmcache_core.integrations.vllm.options import read_options
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -36,6 +37,9 @@ def test_options_reach_the_connector(chart: Chart) -> None:
     options = {"lmcache.load": "sync", "lmcache.chunk_size": 512, "lmcache.save_decode_cache": True}
     config = transfer_config(chart.render({"models": [MODEL | {"connector": {"options": options}}]}))
     assert config["kv_connector_extra_config"] == {"lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"} | options
+    read = read_options(config["kv_connector_extra_config"], "cuda")
+    assert (read.load, read.engine.chunk_size, read.engine.save_decode_cache) == ("sync", 512, True)
+    assert read.engine.sidecar_socket == "/run/lmcache/socket/sidecar.sock"
 
 
 def test_the_connector_is_copied_in_and_found(chart: Chart) -> None:
