@@ -106,6 +106,10 @@ def test_mutual_tls(tmp_path: Path) -> None:
         ctl = Ctl([*urls, f"--token-file={tmp_path / 'token'}"])
         found = ctl.json("status", "--tls", f"{guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}")
         assert found["totals"]["num_well"] == 4
+        secured = f"--tls={guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}"
+        target = f"lm+tls://127.0.0.1:{guarded.services['storage'].ports['lm_port']}"
+        measured = ctl.json("bench", target, "--seconds", "1", "--size", "64KiB", "--total", "1MiB", secured)
+        assert (measured["phases"][0]["num_chunks"], measured["num_left"]) == (16, 0)
         untrusted = ctl.text("status", "--tls", f"{guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1)
         assert "certificate is not trusted" in untrusted
         assert "no answer" in ctl.text("status", "--tls", guarded.authority.file, code=1)

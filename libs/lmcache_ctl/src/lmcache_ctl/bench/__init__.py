@@ -1,0 +1,1 @@
+"""`lmcachectl bench`: a bounded load of stores and fetches against one target, cleaned up afterwards."""
