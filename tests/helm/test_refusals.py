@@ -30,6 +30,11 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "no Redis": ({"redis.enabled": False}, "lookup needs a Redis"),
     "files for the bundled Redis": ({"externalRedis.tls.existingSecret": "s"}, "those files are for a Redis of your own"),
     "files for a Redis without TLS": (EXTERNAL | {"externalRedis.tls.existingSecret": "s"}, "write rediss for redis"),
+    "a sentinels' user without a password": (
+        {"redis.enabled": False, "externalRedis.existingSecret": "s", "externalRedis.sentinel.username": "u"},
+        "name the Secret with its password",
+    ),
+    "a sentinels' password without sentinels": (EXTERNAL | {"externalRedis.sentinel.existingSecret": "s"}, "no sentinels are asked"),
     "a lookup without a broker": ({"broker.enabled": False}, "enable both or neither"),
     "costs of pods that nobody sees": (
         {"broker.podDeletionCost.enabled": True, "broker.discovery.enabled": False},

@@ -26,9 +26,10 @@ REDIS: Manifest = MODEL | {
     "externalRedis": {
         "url": "rediss-sentinel://:password@one:26379,two:26379/index",
         "tls": {"existingSecret": "redis-files", "clientCertificate": True},
+        "sentinel": {"username": "asker", "existingSecret": "sentinel-password"},
     },
 }
-KINDS = {"plain": PLAIN, "tls": TLS, "mutual": MUTUAL, "issued": ISSUED}
+KINDS = {"plain": PLAIN, "tls": TLS, "mutual": MUTUAL, "issued": ISSUED, "redis": REDIS}
 CA = "/run/secrets/tls/ca.crt"
 
 
@@ -51,17 +52,7 @@ def test_services_find_each_file_that_they_are_told_of_and_no_other(chart: Chart
     settings, container = settings_of(rendering, service, tmp_path)
     told = {str(value) for name, value in settings if name.endswith("_file") and value is not None}
     seen = files_in(rendering, container)
-    assert told <= seen
-    by_url = {CA} if service == "broker" and kind in ("tls", "issued", "mutual") else set()
-    assert seen - told - by_url <= ({"/run/secrets/tls/ca.crt"} if service in ("lookup", "broker") else set())
-
-
-def test_the_lookup_finds_the_files_for_a_redis_of_your_own(chart: Chart, tmp_path: Path) -> None:
-    rendering = chart.render(REDIS)
-    settings, container = settings_of(rendering, "lookup", tmp_path)
-    told = {str(value) for name, value in settings if name.startswith("redis_tls_")}
-    assert told == {f"/run/secrets/redis-tls/{name}" for name in ("ca.crt", "tls.crt", "tls.key")}
-    assert told <= files_in(rendering, container)
+    assert told == seen
 
 
 @pytest.mark.parametrize("service", sorted(MODELS))

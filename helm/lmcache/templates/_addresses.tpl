@@ -43,17 +43,6 @@ broker_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root"
 {{- include "lmcache-common.fullname" . }}-sidecars
 {{- end -}}
 
-{{/* The files for the bundled Redis over TLS, for a service that has no settings for them. Takes: root, component. */}}
-{{- define "lmcache.redisUrlFiles" -}}
-{{- $path := include "lmcache.tlsPath" . -}}
-{{- if and .root.Values.tls.enabled (eq .component "broker") -}}
-?ssl_ca_certs={{ $path }}/ca.crt
-{{- if .root.Values.tls.mutual -}}
-&ssl_certfile={{ $path }}/tls.crt&ssl_keyfile={{ $path }}/tls.key
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{/* Where a service has the URL of Redis from. Takes: root, component. */}}
 {{- define "lmcache.redisUrlEnv" -}}
 {{- $external := .root.Values.externalRedis -}}
@@ -67,7 +56,7 @@ broker_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root"
       name: {{ default $name .root.Values.redis.existingSecret }}
       key: redis-password
 - name: {{ $variable }}
-  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0{{ include "lmcache.redisUrlFiles" . }}
+  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0
 {{- else -}}
 - name: {{ $variable }}
   valueFrom:

@@ -50,7 +50,7 @@ host: {{ include "lmcache.anyHost" . | quote }}
 port: {{ (include "lmcache.ports" . | fromYaml).lookup }}
 {{- include "lmcache.healthSettings" . }}
 {{ include "lmcache.authSettings" . }}
-{{- include "lmcache.redisTlsSettings" . }}
+{{- include "lmcache.redisSettings" . }}
 {{ include "lmcache.setOptions" .root.Values.lookup.config }}
 {{- end -}}
 
@@ -60,6 +60,7 @@ port: {{ (include "lmcache.ports" . | fromYaml).broker }}
 {{- include "lmcache.healthSettings" . }}
 {{ include "lmcache.authSettings" . }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
+{{- include "lmcache.redisSettings" . }}
 {{- include "lmcache.discoverySettings" . }}
 {{ include "lmcache.setOptions" .root.Values.broker.config }}
 {{- end -}}

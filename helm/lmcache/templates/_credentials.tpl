@@ -36,7 +36,7 @@ tenant: {{ .root.Values.auth.tenant | quote }}
 {{- end -}}
 
 {{/*
-Volumes with just those secrets that a component reads, if any: tokens and keys, its certificate, files for a Redis over TLS.
+Volumes with just those secrets that a component reads, if any: tokens and keys, its certificate, files for Redis.
 Anybody in the container may read the files: who they belong to is not for us to rely on, and there is but one user.
 Takes: root, component, auth (keys of the token Secret; left out where auth is off), keys (keys of the other), asksRedis (optional).
 */}}
@@ -65,6 +65,15 @@ Takes: root, component, auth (keys of the token Secret; left out where auth is o
       {{- end }}
 {{- end }}
 {{- include "lmcache.tlsVolumes" . }}
+{{- if .asksRedis }}
+{{- with include "lmcache.redisFiles" . }}
+- name: redis-files
+  projected:
+    defaultMode: 0444
+    sources:
+      {{- . | trim | nindent 6 }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* The mounts of those volumes. Takes: the same. */}}
@@ -75,8 +84,8 @@ Takes: root, component, auth (keys of the token Secret; left out where auth is o
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: {{ include "lmcache.tlsPath" . }}, readOnly: true}
 {{- end }}
-{{- if and .asksRedis (include "lmcache.externalRedisFiles" .) }}
-- {name: redis-tls, mountPath: {{ include "lmcache.redisTlsPath" . }}, readOnly: true}
+{{- if and .asksRedis (include "lmcache.redisFiles" .) }}
+- {name: redis-files, mountPath: {{ include "lmcache.redisFilesPath" . }}, readOnly: true}
 {{- end }}
 {{- end -}}
 

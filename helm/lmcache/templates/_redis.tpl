@@ -60,3 +60,56 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
     {{- end }}
 {{- end }}
 {{- end -}}
+
+{{- define "lmcache.redisFilesPath" -}}
+/run/secrets/redis-files
+{{- end -}}
+
+{{/* What of Secrets a Redis of your own asks for, as a projected volume's sources; nothing for the bundled one. Takes: root. */}}
+{{- define "lmcache.redisFiles" -}}
+{{- if not .root.Values.redis.enabled -}}
+{{- $external := .root.Values.externalRedis -}}
+{{- with $external.tls.existingSecret }}
+- secret:
+    name: {{ . }}
+    items:
+      - {key: ca.crt, path: ca.crt}
+      {{- if $external.tls.clientCertificate }}
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+      {{- end }}
+{{- end }}
+{{- with $external.sentinel.existingSecret }}
+- secret:
+    name: {{ . }}
+    items:
+      - {key: {{ $external.sentinel.existingSecretKey }}, path: sentinel-password}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Settings of who asks Redis, beside its URL. Takes: root. */}}
+{{- define "lmcache.redisSettings" -}}
+{{- $external := .root.Values.externalRedis -}}
+{{- $path := include "lmcache.tlsPath" . -}}
+{{- $encrypts := .root.Values.tls.enabled -}}
+{{- $shows := .root.Values.tls.mutual -}}
+{{- if not .root.Values.redis.enabled -}}
+{{- $path = include "lmcache.redisFilesPath" . -}}
+{{- $encrypts = ne $external.tls.existingSecret "" -}}
+{{- $shows = $external.tls.clientCertificate -}}
+{{- end -}}
+{{- if $encrypts }}
+redis_tls_ca_file: {{ $path }}/ca.crt
+{{- if $shows }}
+redis_tls_cert_file: {{ $path }}/tls.crt
+redis_tls_key_file: {{ $path }}/tls.key
+{{- end }}
+{{- end }}
+{{- if and (not .root.Values.redis.enabled) $external.sentinel.existingSecret }}
+{{- with $external.sentinel.username }}
+redis_sentinel_username: {{ . | quote }}
+{{- end }}
+redis_sentinel_password_file: {{ include "lmcache.redisFilesPath" . }}/sentinel-password
+{{- end }}
+{{- end -}}

@@ -2,10 +2,6 @@
 /run/secrets/tls
 {{- end -}}
 
-{{- define "lmcache.redisTlsPath" -}}
-/run/secrets/redis-tls
-{{- end -}}
-
 {{/* Scheme of lm:// addresses. Takes: root. */}}
 {{- define "lmcache.lmScheme" -}}
 {{- ternary "lm+tls" "lm" .root.Values.tls.enabled -}}
@@ -113,32 +109,7 @@ scheme: HTTPS
 {{- include "lmcache-common.probes" (merge (dict "probes" .values.probes) (include "lmcache.probedAt" . | fromYaml)) -}}
 {{- end -}}
 
-{{/* Non-empty where an external Redis needs files: an authority of its own, or a certificate to show. Takes: root. */}}
-{{- define "lmcache.externalRedisFiles" -}}
-{{- if and (not .root.Values.redis.enabled) .root.Values.externalRedis.tls.existingSecret -}}
-true
-{{- end -}}
-{{- end -}}
-
-{{/* Settings of who asks Redis over TLS. Takes: root. */}}
-{{- define "lmcache.redisTlsSettings" -}}
-{{- $external := .root.Values.externalRedis.tls -}}
-{{- if include "lmcache.externalRedisFiles" . }}
-redis_tls_ca_file: {{ include "lmcache.redisTlsPath" . }}/ca.crt
-{{- if $external.clientCertificate }}
-redis_tls_cert_file: {{ include "lmcache.redisTlsPath" . }}/tls.crt
-redis_tls_key_file: {{ include "lmcache.redisTlsPath" . }}/tls.key
-{{- end }}
-{{- else if and .root.Values.redis.enabled .root.Values.tls.enabled }}
-redis_tls_ca_file: {{ include "lmcache.tlsPath" . }}/ca.crt
-{{- if .root.Values.tls.mutual }}
-redis_tls_cert_file: {{ include "lmcache.tlsPath" . }}/tls.crt
-redis_tls_key_file: {{ include "lmcache.tlsPath" . }}/tls.key
-{{- end }}
-{{- end }}
-{{- end -}}
-
-{{/* Takes: root, component, asksRedis (optional). */}}
+{{/* Takes: root, component. */}}
 {{- define "lmcache.tlsVolumes" -}}
 {{- $tls := .root.Values.tls -}}
 {{- if $tls.enabled }}
@@ -159,18 +130,6 @@ redis_tls_key_file: {{ include "lmcache.tlsPath" . }}/tls.key
           name: {{ . }}
           items:
             - {key: ca.crt, path: ca.crt}
-      {{- end }}
-{{- end }}
-{{- if and .asksRedis (include "lmcache.externalRedisFiles" .) }}
-- name: redis-tls
-  secret:
-    secretName: {{ .root.Values.externalRedis.tls.existingSecret }}
-    defaultMode: 0444
-    items:
-      - {key: ca.crt, path: ca.crt}
-      {{- if .root.Values.externalRedis.tls.clientCertificate }}
-      - {key: tls.crt, path: tls.crt}
-      - {key: tls.key, path: tls.key}
       {{- end }}
 {{- end }}
 {{- end -}}
