@@ -12,6 +12,7 @@ from lmcache_ctl.cli import main
 GROUPS = ["codec", "lookup", "sidecar"]
 COMMANDS = [
     ["status"],
+    ["top"],
     ["explain"],
     ["evict"],
     ["pin"],

@@ -21,12 +21,13 @@ from lmcache_ctl.lookup.commands import app as lookup
 from lmcache_ctl.pin.commands import pin
 from lmcache_ctl.sidecar.commands import app as sidecar
 from lmcache_ctl.status.commands import status
+from lmcache_ctl.top.commands import top
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
 app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
-for command in (status, explain, evict, pin, drain, bench, doctor):
+for command in (status, top, explain, evict, pin, drain, bench, doctor):
     app.command()(command)
 app.add_typer(codec, name="codec")
 app.add_typer(lookup, name="lookup")

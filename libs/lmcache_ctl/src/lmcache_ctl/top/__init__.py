@@ -1,0 +1,1 @@
+"""`lmcachectl top`: what all services are doing just now."""

@@ -1,0 +1,103 @@
+"""`lmcachectl top` of real services: once without a terminal, and again and again on one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.fixtures.ctl import SmallCluster, small_cluster
+from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
+from tests.fixtures.sidecar import engine_at
+
+NUM_CHUNKS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
+    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+def test_what_happens_in_between_is_told(cluster: SmallCluster) -> None:
+    tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)
+    is_over = threading.Event()
+    num_loads = 0
+
+    def load() -> None:
+        nonlocal num_loads
+        with engine_at(cluster.directory / "s.sock") as engine:
+            engine.store(tokens, kvcaches=random_kv(len(tokens)))
+            while not is_over.wait(0.02):
+                engine.retrieve(tokens, kvcaches=empty_kv(len(tokens)))
+                num_loads += 1
+
+    worker = threading.Thread(target=load)
+    worker.start()
+    try:
+        found = cluster.ctl().json("top", "--interval", "1")
+    finally:
+        is_over.set()
+        worker.join()
+    assert num_loads
+    by_kind = {one["kind"]: one for one in found["services"]}
+    assert by_kind["sidecar"]["wanted_per_s"] > 0
+    assert by_kind["sidecar"]["hit_ratio"] == 1.0
+    assert by_kind["sidecar"]["out_bytes_per_s"] > 0
+    assert by_kind["sidecar"]["tiers"][0]["num_chunks"] == NUM_CHUNKS
+    assert 0.9 < found["seconds"] < 10
+    assert sorted(link["id"] for link in found["links"]) == ["sidecar", "storage-0", "storage-1"]
+    table = cluster.ctl().text("top", "--interval", "0.2")
+    assert "5 services, over" in table
+    assert "\x1b" not in table
+
+
+def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
+    ctl = cluster.ctl()
+    command = [sys.executable, "-m", "lmcache_ctl", "top", "--interval", "0.3", *ctl.options]
+    near, far = pty.openpty()
+    process = subprocess.Popen(command, stdout=far, stderr=far, env={"COLUMNS": "160", "LINES": "40", "TERM": "xterm"})
+    os.close(far)
+    seen, deadline = "", time.monotonic() + 40
+    try:
+        while len(set(re.findall(r"5 services, over \d+\.\d s", seen))) < 1 or seen.count("5 services") < 3:
+            assert time.monotonic() < deadline, seen
+            if select.select([near], [], [], 0.2)[0]:
+                seen += os.read(near, 1 << 16).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        while select.select([near], [], [], 5)[0]:
+            try:
+                seen += os.read(near, 1 << 16).decode(errors="replace")
+            except OSError:  # the other end is closed
+                break
+        assert process.wait(20) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(near)
+    assert "storage-1" in seen
+    assert "Traceback" not in seen
+
+
+def test_a_drain_and_a_dead_service_are_seen(cluster: SmallCluster) -> None:
+    ctl = cluster.ctl()
+    token = (cluster.directory / "token").read_text().strip()
+    answer = httpx.post(
+        cluster.services["storage-1"].url + "/v1/admin/drain", headers={"authorization": f"Bearer {token}"}, trust_env=False
+    )
+    answer.raise_for_status()
+    cluster.services["broker"].stop(signal.SIGKILL)
+    told = ctl.text("top", "--once", "--interval", "0.2")
+    assert "drain of storage storage-1: done" in told
+    assert "cannot connect" in told
