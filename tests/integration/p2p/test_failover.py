@@ -70,13 +70,13 @@ def store_at(sidecar: Sidecar) -> None:
     eventually(lambda: sidecar.get("/v1/status")["settled"])
 
 
-def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> dict[str, float]:
+def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> dict[str, int]:
     """Tokens by the tier that they came from."""
     with engine_at(reader.socket, tier_timeout_s=9.0) as engine:
         return retrieve_by(engine, victim, proxy)
 
 
-def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy) -> dict[str, float]:
+def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy) -> dict[str, int]:
     kv, target = random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
     killer = kill_in_the_middle(victim, proxy, 6_000)
     assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()

@@ -89,6 +89,7 @@ class _Opening:
         held = HeldChunks(hot, disk, below, settings.tier_timeout_s)
         leaving = Leaving()
         served = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s, tiers=None), leaving))
+        near = ServedDoor(StayingStore(LocalStore(stack, gate.is_open, settings.tier_timeout_s), leaving))
         store = HandoverDoor(served, counters, held, stack, leaving, gate.is_open)
         self._state.registry.register(CounterCollector(counters, DESCRIBED))
         self._state.registry.register(TierCollector(stack.stats))
@@ -116,7 +117,7 @@ class _Opening:
             url,
             stack,
             (hot,) if disk is None else (hot, disk),
-            ChunkDoor(store, gate, limits),
+            ChunkDoor(store, near, gate, limits),
             lm_server,
             await self._join_lookup(hot, disk),
             registration,

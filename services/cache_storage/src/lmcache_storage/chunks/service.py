@@ -41,18 +41,20 @@ class ChunkDoor:
 
     Args:
         store: Where they are; the lm:// server serves the same one.
+        near: The same without the bucket, which a store must not wait for: tells whether a chunk is new.
         gate: Closed while this instance drains.
         limits: How slow a client may be; the lm:// server has the same ones.
     """
 
-    def __init__(self, store: AdaptingStore, gate: Gate, limits: ServerLimits) -> None:
+    def __init__(self, store: AdaptingStore, near: AdaptingStore, gate: Gate, limits: ServerLimits) -> None:
         self.gate = gate
         self._store = store
+        self._near = near
         self._limits = limits
 
     def for_client(self, accepts: Accepts) -> ChunkService:
         """What such a client sees of them."""
-        return ChunkService(self._store.for_client(accepts), self.gate, self._limits)
+        return ChunkService(self._store.for_client(accepts), self._near.for_client(accepts), self.gate, self._limits)
 
 
 class ChunkService:
@@ -60,12 +62,14 @@ class ChunkService:
 
     Args:
         store: Where they are, as the client sees it.
+        near: The same without the bucket.
         gate: Closed while this instance drains.
         limits: How slow a client may be.
     """
 
-    def __init__(self, store: ServedStore, gate: Gate, limits: ServerLimits) -> None:
+    def __init__(self, store: ServedStore, near: ServedStore, gate: Gate, limits: ServerLimits) -> None:
         self.store = store
+        self.near = near
         self.gate = gate
         self.limits = limits
 
@@ -78,7 +82,7 @@ class ChunkService:
             body: The record, in pieces of any size.
 
         Returns:
-            Whether the chunk is new here.
+            Whether the chunk is new in memory and on disk.
 
         Raises:
             IdentityError: That is no key.
@@ -92,7 +96,8 @@ class ChunkService:
             raise DrainingError("this instance is draining")
         chunk = await self._receive(key, body)
         try:
-            [was_there] = await self.store.contains([key])
+            [is_near] = await self.near.contains([key])
+            was_there = is_near and (await self.store.contains([key])) == [True]  # the first asks no bucket, the second knows the client
             if not await self.store.put(chunk):
                 raise CapacityError(f"no room for a record of {chunk.num_bytes} bytes")
         finally:
