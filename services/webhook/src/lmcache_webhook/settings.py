@@ -23,7 +23,7 @@ _Image = Annotated[str, StringConstraints(pattern=r"^[\w.-][\w./:@-]*$", min_len
 _Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]{1,3})?m?$")]
 
 _OWN_OPTIONS = re.compile(
-    r"(host|port|health_.*|lm_(host|port)|arena_(gb|path)|disk_(gb|path)|socket_path|instance_id|distributed_url)|.*token.*"
+    r"(host|port|health_.*|lm_(host|port)|arena_(gb|path)|disk_(gb|path)|socket_path|instance_id|distributed_url|tenant)|.*token.*"
 )
 
 

@@ -25,7 +25,7 @@ def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
     ]
     if plan.disk_gb:
         # A tenth and a GiB more than the tier may fill: over the limit Kubernetes evicts the whole pod.
-        volumes.append({"name": "lmcache-disk", "emptyDir": {"sizeLimit": f"{math.ceil(plan.disk_gb * 1.1 + 1)}Gi"}})
+        volumes.append({"name": "lmcache-disk", "emptyDir": {"sizeLimit": f"{math.ceil(round(plan.disk_gb * 1.1, 6)) + 1}Gi"}})
     tenant = plan.tenant
     sources = [
         _secret(tenant.credentials_secret, "tokens.yaml", "sidecar-token"),

@@ -1,0 +1,324 @@
+"""Pods of many shapes get a sidecar, once, and Kubernetes takes what comes out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonpatch
+import kubernetes_validate
+import pytest
+from lmcache_servicekit.settings import load_settings
+from lmcache_sidecar.settings import SidecarSettings
+from lmcache_webhook.injection.injector import Outcome, review_pod
+from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, transfer_config
+
+from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
+
+KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
+STATUS = "lmcache.io/inject-status"
+every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
+# Of the pod `several_containers` the second container is vLLM's.
+ENGINES = {"several_containers": 1}
+VOLUMES_OF_RESTRICTED = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kubernetes_validate.utils.schema_contents", functools.cache(kubernetes_validate.utils.schema_contents))
+        yield
+
+
+def after(document: Pod, outcome: Outcome) -> Pod:
+    """The pod with the patch, as an API server applies it: the original stays as it was."""
+    before = copy.deepcopy(document)
+    changed: Pod = jsonpatch.apply_patch(document, json.loads(json.dumps(outcome.operations)))
+    assert document == before
+    return changed
+
+
+def injected(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> Pod:
+    outcome = review_pod(options, document, namespace)
+    assert outcome.verdict == "injected", outcome.reason
+    return after(document, outcome)
+
+
+def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> str:
+    """The reason; nothing but the annotation is changed."""
+    outcome = review_pod(options, document, namespace)
+    assert outcome.verdict == "declined"
+    changed = after(document, outcome)
+    reason: str = changed["metadata"]["annotations"].pop(STATUS)
+    expected = copy.deepcopy(document)
+    expected["metadata"].setdefault("annotations", {})
+    assert changed == expected
+    assert reason == outcome.reason
+    assert review_pod(options, after(document, outcome), namespace).operations == [], "asked again, it is the same"
+    return reason
+
+
+def named(items: list[Pod], name: str) -> Pod:
+    [found] = [item for item in items if item["name"] == name]
+    return found
+
+
+def engine_of(changed: Pod, shape: str) -> Pod:
+    engine: Pod = changed["spec"]["containers"][ENGINES.get(shape, 0)]
+    return engine
+
+
+def text_of(containers: Pod) -> str:
+    return " ".join([*(containers.get("command") or []), *(containers.get("args") or [])])
+
+
+@every_shape
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_kubernetes_takes_the_pod(shape: str, version: str, options: InjectionOptions) -> None:
+    document = {name: value for name, value in injected(options, SHAPES[shape]()).items() if value is not None}
+    kubernetes_validate.validate(without_nulls(document), version, strict=True)
+
+
+def without_nulls(value: Any) -> Any:
+    """As the API server stores it."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@every_shape
+def test_a_second_time_changes_nothing(shape: str, options: InjectionOptions) -> None:
+    changed = injected(options, SHAPES[shape]())
+    assert review_pod(options, changed, "team-a") == Outcome("unchanged")
+
+
+@every_shape
+def test_what_was_there_is_still_there(shape: str, options: InjectionOptions) -> None:
+    before = SHAPES[shape]()
+    changed = injected(options, copy.deepcopy(before))
+    for index, (old, new) in enumerate(zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True)):
+        if index != ENGINES.get(shape, 0):
+            assert new == old
+            continue
+        same = set(old) - {"command", "args", "env", "volumeMounts"}
+        assert {name: new[name] for name in same} == {name: old[name] for name in same}
+        assert new["volumeMounts"][: len(old.get("volumeMounts") or [])] == (old.get("volumeMounts") or [])
+        ours = {"PYTHONPATH", "INJECTED_PYTHONPATH"}
+        assert [one for one in new["env"] if one["name"] not in ours] == [one for one in old.get("env") or [] if one["name"] not in ours]
+    assert changed["spec"]["initContainers"][:-2] == (before["spec"].get("initContainers") or [])
+    assert changed["spec"]["volumes"][: len(before["spec"].get("volumes") or [])] == (before["spec"].get("volumes") or [])
+    assert changed["metadata"]["labels"] == {**before["metadata"]["labels"], "lmcache.io/injected": "true"}
+
+
+@every_shape
+def test_the_engine_finds_the_connector_and_its_sidecar(shape: str, options: InjectionOptions) -> None:
+    changed = injected(options, SHAPES[shape]())
+    engine = engine_of(changed, shape)
+    sidecar = named(changed["spec"]["initContainers"], SIDECAR)
+    assert [one["name"] for one in changed["spec"]["initContainers"]][-2:] == [PAYLOAD, SIDECAR]
+    assert sidecar["restartPolicy"] == "Always"
+    values = {one["name"]: one.get("value") for one in sidecar["env"]}
+    theirs, ours = ({mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]} for one in (engine, sidecar))
+    for path in ("/run/lmcache/arena", "/run/lmcache/socket"):
+        assert theirs[path] == ours[path]
+    assert "lmcache-credentials" in ours.values()
+    assert not {"lmcache-credentials", "lmcache-tls"} & set(theirs.values()), "no secret of the sidecar is vLLM's"
+    [path] = [one["value"] for one in engine["env"] if one["name"] == "PYTHONPATH"]
+    payload = named(changed["spec"]["initContainers"], PAYLOAD)
+    assert path.split(":")[-1] == f"{payload['command'][1]}/python"
+    assert theirs["/opt/lmcache"] == payload["volumeMounts"][0]["name"]
+    is_worker = shape == "ray_worker"
+    assert ("kv-transfer-config" in text_of(engine)) != is_worker
+    assert ("its command line is as it was" in changed["metadata"]["annotations"][STATUS]) == is_worker
+    if not is_worker:
+        assert values["LMCACHE_SIDECAR_SOCKET_PATH"] in text_of(engine)
+    assert {mount["name"] for one in (engine, sidecar, payload) for mount in one["volumeMounts"]} <= {
+        volume["name"] for volume in changed["spec"]["volumes"]
+    }
+
+
+@every_shape
+def test_our_containers_are_restricted(shape: str, options: InjectionOptions) -> None:
+    changed = injected(options, SHAPES[shape]())
+    for ours in changed["spec"]["initContainers"][-2:]:
+        context = ours["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] > 0
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {"cpu", "memory"} <= set(ours["resources"]["requests"]), "else an HPA or a quota gets stuck"
+        assert "memory" in ours["resources"]["limits"]
+        assert not any("hostPort" in port for port in ours.get("ports", []))
+    added = [volume for volume in changed["spec"]["volumes"] if volume["name"].startswith("lmcache-")]
+    assert {kind for volume in added for kind in volume if kind != "name"} <= VOLUMES_OF_RESTRICTED
+
+
+@every_shape
+def test_the_sidecars_own_settings_take_its_variables(shape: str, options: InjectionOptions) -> None:
+    changed = injected(options, SHAPES[shape](), "team-a")
+    settings = settings_of(changed)
+    assert settings.instance_id == "team-a.model-7d9f-x"
+    assert settings.tenant == "a"
+    assert settings.drain_timeout_s == 15
+    assert settings.tls_cert_file is not None
+    assert settings.lm_host == "10.1.2.3"
+    assert settings.arena_gb == 4
+
+
+def settings_of(changed: Pod) -> SidecarSettings:
+    """What the sidecar makes of its variables, once Kubernetes has filled them in."""
+    fields = {"POD_NAME": "model-7d9f-x", "POD_NAMESPACE": "team-a", "POD_UID": "0" * 32, "POD_IP": "10.1.2.3"}
+    environ = dict(fields)
+    for one in named(changed["spec"]["initContainers"], SIDECAR)["env"]:
+        value = one.get("value", fields.get(one["name"], "node-1"))
+        for name, text in fields.items():
+            value = value.replace(f"$({name})", text)
+        environ[one["name"]] = value
+    return load_settings(SidecarSettings, None, environ)
+
+
+def test_one_value_sizes_arena_volume_and_memory(options: InjectionOptions) -> None:
+    asked = pod(container(args=["m"]), annotations={"lmcache.io/arena-gb": "16.5", "lmcache.io/disk-gb": "50"})
+    changed = injected(options, asked)
+    sidecar = named(changed["spec"]["initContainers"], SIDECAR)
+    arena = named(changed["spec"]["volumes"], "lmcache-arena")["emptyDir"]
+    assert arena == {"medium": "Memory", "sizeLimit": f"{int(16.5 * 1024) + 64}Mi"}
+    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == f"{int(16.5 * 1024) + 512}Mi"
+    assert named(changed["spec"]["volumes"], "lmcache-disk")["emptyDir"] == {"sizeLimit": "56Gi"}
+    settings = settings_of(changed)
+    assert (settings.arena_gb, settings.disk_gb, str(settings.disk_path)) == (16.5, 50, "/var/lib/lmcache/chunks")
+
+
+def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
+    changed = injected(options, SHAPES["guaranteed"]())
+    for ours in changed["spec"]["initContainers"][-2:]:
+        assert ours["resources"]["limits"] == ours["resources"]["requests"]
+    burstable = injected(options, plain())
+    assert "cpu" not in named(burstable["spec"]["initContainers"], SIDECAR)["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("document", "user"),
+    [
+        (SHAPES["restricted"](), 2000),
+        (plain(), 10001),
+        (SHAPES["host_ipc"](), 10001),  # root: may open the sidecar's files anyway
+        (pod(container(args=["m"]), securityContext={"runAsUser": 1000}), 1000),
+        (pod(container(args=["m"]), annotations={"lmcache.io/run-as-user": "1000"}), 1000),
+    ],
+)
+def test_sidecar_and_engine_are_one_user(document: Pod, user: int, options: InjectionOptions) -> None:
+    for ours in injected(options, document)["spec"]["initContainers"][-2:]:
+        assert ours["securityContext"]["runAsUser"] == user
+
+
+def test_python_paths_are_kept(options: InjectionOptions) -> None:
+    plain_path = injected(options, SHAPES["existing_python_path"]())["spec"]["containers"][0]["env"]
+    assert plain_path == [{"name": "PYTHONPATH", "value": "/plugins:/opt/lmcache/python"}]
+    variables = injected(options, SHAPES["python_path_from_elsewhere"]())["spec"]["containers"][0]["env"]
+    assert [one["name"] for one in variables] == ["A", "INJECTED_PYTHONPATH", "PYTHONPATH"]
+    assert variables[1]["valueFrom"] == {"configMapKeyRef": {"name": "c", "key": "path"}}
+    assert variables[2] == {"name": "PYTHONPATH", "value": "$(INJECTED_PYTHONPATH):/opt/lmcache/python"}
+
+
+def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> None:
+    for shape in ("plain", "production_stack", "several_containers", "existing_python_path"):
+        engine = engine_of(injected(options, SHAPES[shape]()), shape)
+        assert engine["args"][-2] == "--kv-transfer-config"
+        assert json.loads(engine["args"][-1]) == transfer_config()
+        assert engine.get("command") == engine_of(SHAPES[shape](), shape).get("command")
+    script = engine_of(injected(options, SHAPES["kserve"]()), "kserve")["args"][0]
+    assert script.count("--kv-transfer-config.kv_load_failure_policy=recompute") == 2
+
+
+@pytest.mark.parametrize(("namespace", "annotation", "tenant", "secret"), [("team-a", None, "a", "cred"), ("team-a", "b", "b", "cred-b")])
+def test_pods_have_their_namespaces_tenants(
+    namespace: str, annotation: str | None, tenant: str, secret: str, options: InjectionOptions
+) -> None:
+    document = pod(container(args=["m"]), annotations={"lmcache.io/tenant": annotation} if annotation else None)
+    changed = injected(options, document, namespace)
+    sources = named(changed["spec"]["volumes"], "lmcache-credentials")["projected"]["sources"]
+    assert sources[0]["secret"]["name"] == secret
+    assert f"tenant {tenant}" in changed["metadata"]["annotations"][STATUS]
+
+
+def test_without_tokens_there_are_no_secrets(options: InjectionOptions) -> None:
+    changed = injected(options, plain(), "lab")
+    assert not any("projected" in volume for volume in changed["spec"]["volumes"])
+    assert settings_of(changed).allow_anonymous
+
+
+def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: InjectionOptions) -> None:
+    document = plain()
+    document["metadata"]["generateName"] = "m" * 115
+    changed = injected(options, document)
+    assert named(named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID")["value"] == "$(POD_UID)"
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        (pod(container(image="nginx:1")), "looks as if it ran vLLM: name the one that does in lmcache.io/container"),
+        (pod(container("a"), container("b")), "the containers a and b look as if they ran vLLM"),
+        (pod(container(), annotations={"lmcache.io/container": "x"}), "no container 'x', which lmcache.io/container names: it has vllm"),
+        (pod(container(args=["--kv-transfer-config", "{}"])), "is given --kv-transfer-config already"),
+        (pod(container(args=["--kv_transfer_config={}"])), "is given --kv_transfer_config already"),
+        (pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])), "is given --kv-transfer-config already"),
+        (pod(container(args=["--kv-offloading-size", "10"])), "is given --kv-offloading-size already"),
+        (
+            pod(container(env=[{"name": "MORE_ARGS", "value": "--kv-transfer-config x"}])),
+            "is given --kv-transfer-config already",
+        ),
+        (pod(container(env=[{"name": "LMCACHE_CHUNK_SIZ", "value": "256"}])), "a variable that the connector cannot read"),
+        (pod(container(), hostNetwork=True), "leave hostNetwork out"),
+        (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
+        (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),
+        (pod(container(), volumes=[{"name": "lmcache-arena", "emptyDir": {}}]), "a volume lmcache-arena already"),
+        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])), "a mount /opt/lmcache already"),
+        (pod(container(), {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}), "a port 8084 already"),
+        (pod(container(), {"name": "lmcache-payload", "image": "x"}), "a container lmcache-payload already"),
+        (pod(container(), annotations={"lmcache.io/arena-gb": "lots"}), "lmcache.io/arena-gb='lots': write a number from"),
+        (pod(container(), annotations={"lmcache.io/arena-gb": "nan"}), "write a number from"),
+        (pod(container(), annotations={"lmcache.io/arena-gb": "65"}), "above the 64 that the webhook gives a pod"),
+        (pod(container(), annotations={"lmcache.io/disk-gb": "-1"}), "write a number from 0"),
+        (pod(container(), annotations={"lmcache.io/run-as-user": "0"}), "write a number from 1"),
+        (pod(container(), annotations={"lmcache.io/run-as-user": "1.5"}), "write a whole number"),
+        (pod(container(), annotations={"lmcache.io/arena_gb": "4"}), "did you mean lmcache.io/arena-gb?"),
+        (pod(container(), annotations={"lmcache.io/tenant": "No Tenant"}), "lmcache.io/tenant='No Tenant'"),
+        (pod(container(), annotations={"lmcache.io/tenant": "open"}), "is no tenant of the namespace team-a: its tenants are a, b"),
+    ],
+)
+def test_pods_that_cannot_have_it_are_told_why(document: Pod, text: str, options: InjectionOptions) -> None:
+    reason = declined(options, document)
+    assert reason.startswith("not injected: ")
+    assert text in reason
+
+
+def test_a_namespace_without_a_tenant_is_told_so(options: InjectionOptions) -> None:
+    assert "knows no tenant for the namespace elsewhere" in declined(options, plain(), "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("label", "annotation", "asks"), [(None, "true", True), ("true", "false", False), (None, None, False), ("yes", None, False)]
+)
+def test_who_does_not_ask_is_left_alone(label: str | None, annotation: str | None, asks: bool, options: InjectionOptions) -> None:
+    document = plain()
+    document["metadata"]["labels"] = {"lmcache.io/inject": label} if label else {}
+    document["metadata"]["annotations"] = {"lmcache.io/inject": annotation} if annotation else {}
+    outcome = review_pod(options, document, "team-a")
+    assert (outcome.verdict == "injected") == asks
+    assert asks or outcome.operations == []
+
+
+@pytest.mark.parametrize(
+    "document", [{}, {"spec": None}, {"spec": {"containers": "x"}}, {"spec": {"containers": [{}]}}, {"metadata": 1, "spec": {}}]
+)
+def test_what_is_no_pod_is_let_through(document: Pod, options: InjectionOptions) -> None:
+    outcome = review_pod(options, document, "team-a")
+    assert (outcome.verdict, outcome.operations) == ("unreadable", [])

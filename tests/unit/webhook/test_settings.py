@@ -1,0 +1,115 @@
+"""Options of the webhook, and the template of the sidecar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lmcache_core.errors import ConfigError
+from lmcache_servicekit.settings import load_settings
+from lmcache_webhook.app import injection_options
+from lmcache_webhook.injection.injector import review_pod
+from lmcache_webhook.injection.template import MAX_TEMPLATE_BYTES, lay_over, read_template
+from lmcache_webhook.settings import WebhookSettings
+
+from tests.fixtures.pods import plain
+
+IMAGES = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"}
+
+
+def test_the_least_that_is_needed() -> None:
+    settings = load_settings(WebhookSettings, None, IMAGES)
+    assert settings.port == 8443
+    assert [tenant.name for tenant in settings.tenants] == ["default"]
+
+
+def test_images_have_no_default() -> None:
+    with pytest.raises(ConfigError, match="payload_image: required"):
+        load_settings(WebhookSettings, None, {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("SIDECAR_OPTIONS", "{arena_gb: 4}", "arena_gb is decided by the webhook"),
+        ("SIDECAR_OPTIONS", "{tenant: a}", "tenant is decided by the webhook"),
+        ("SIDECAR_OPTIONS", "{service_token_file: /a}", "service_token_file is decided by the webhook"),
+        ("SIDECAR_OPTIONS", "{Bad-Name: 4}", "sidecar_options"),
+        ("ARENA_GB", "2000", "arena_gb=2000 is above max_arena_gb=1024"),
+        ("TENANTS", "[{name: a, namespaces: ['Not A Name']}]", "tenants"),
+        ("TENANTS", "[]", "tenants"),
+        ("TENANTS", "[{name: a, secret: x}]", "tenants"),
+        ("SIDECAR_IMAGE", "has space", "sidecar_image"),
+        ("SIDECAR_CPU", "lots", "sidecar_cpu"),
+        ("HOST", "0.0.0.0", "auth_tokens_file is not set"),
+        ("ARENA_BG", "1", "did you mean LMCACHE_WEBHOOK_ARENA_GB"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, value: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("[", r"\[").replace(".", r"\.")):
+        load_settings(WebhookSettings, None, {**IMAGES, f"LMCACHE_WEBHOOK_{name}": value})
+
+
+def sidecar_with(template: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The sidecar's container of a plain pod."""
+    path = tmp_path / "template.yaml"
+    path.write_text(yaml.safe_dump(template))
+    options = injection_options(load_settings(WebhookSettings, None, {**IMAGES, "LMCACHE_WEBHOOK_SIDECAR_TEMPLATE_FILE": str(path)}))
+    outcome = review_pod(options, plain(), "team-a")
+    assert outcome.verdict == "injected", outcome.reason
+    containers = [one["value"] for one in outcome.operations if one["path"].startswith("/spec/initContainers/")]
+    sidecar: dict[str, Any] = containers[-1]
+    return sidecar
+
+
+def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
+    template = {
+        "resources": {"requests": {"cpu": "2", "ephemeral-storage": "1Gi"}, "limits": {"cpu": "4"}},
+        "env": [{"name": "LMCACHE_SIDECAR_LOG_LEVEL", "value": "debug"}, {"name": "LMCACHE_SIDECAR_ARENA_WAIT_S", "value": "60"}],
+        "livenessProbe": {"tcpSocket": {"port": 8084}},
+        "securityContext": {"runAsUser": 5},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    plain_one, sidecar = sidecar_with({}, tmp_path), sidecar_with(template, tmp_path)
+    assert sidecar["resources"]["requests"] == {"cpu": "2", "ephemeral-storage": "1Gi", "memory": "8704Mi"}
+    assert sidecar["resources"]["limits"] == {"cpu": "4", "memory": "8704Mi"}
+    assert sidecar["securityContext"] == {**plain_one["securityContext"], "runAsUser": 5}
+    assert sidecar["livenessProbe"] == {"tcpSocket": {"port": 8084}}
+    names = [one["name"] for one in sidecar["env"]]
+    assert len(names) == len(set(names))
+    assert {"name": "LMCACHE_SIDECAR_ARENA_WAIT_S", "value": "60"} in sidecar["env"]
+    assert sidecar["startupProbe"] == plain_one["startupProbe"]
+    assert sidecar["name"] == plain_one["name"]
+
+
+def test_laying_over_changes_neither() -> None:
+    below, above = {"env": [{"name": "A"}], "resources": {"limits": {}}}, {"env": [{"name": "B"}], "resources": {"limits": {"cpu": 1}}}
+    result = lay_over(below, above)
+    result["resources"]["limits"]["cpu"] = 2
+    assert below == {"env": [{"name": "A"}], "resources": {"limits": {}}}
+    assert above == {"env": [{"name": "B"}], "resources": {"limits": {"cpu": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("image: x", "image is not a template's to say"),
+        ("name: x", "name is not a template's to say"),
+        ("- a", "write members of a container"),
+        ("env: {A: b}", "env must be a list"),
+        ("env: [a]", "env must be a list"),
+        ("resources: 4", "resources must be a dict"),
+        ("resources: {limits: {memory: 4Gi}}", "memory follows from the size of the arena"),
+        ("a: [", "not YAML"),
+        ("#" * (MAX_TEMPLATE_BYTES + 1), "longer than"),
+    ],
+)
+def test_a_wrong_template_is_refused_at_the_start(text: str, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "template.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        read_template(path)
+    with pytest.raises(ConfigError, match="correct the path"):
+        read_template(tmp_path / "none.yaml")
