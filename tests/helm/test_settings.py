@@ -13,6 +13,8 @@ import yaml
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 
+from tests.helm.test_cases import CASES
+
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
@@ -53,10 +55,21 @@ def settings_of(rendering: Rendering, service: str, folder: Path) -> tuple[Servi
         if where.endswith(f"/{service}")
     )
     config = next(volume for volume in pod["volumes"] if volume["name"] == "config")["configMap"]["name"]
-    text = rendering.get("ConfigMap", config.removeprefix("cache-lmcache-"))["data"]["config.yaml"]
+    text = next(one["data"]["config.yaml"] for one in rendering.of_kind("ConfigMap") if one["metadata"]["name"] == config)
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
     return load_settings(model, path, environment(rendering, container)), container
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_services_take_their_settings_in_every_case(chart: Chart, case: str, tmp_path: Path) -> None:
+    rendering = chart.render(None, CASES[case])
+    services = {where.rpartition("/")[2] for where, _ in rendering.containers()} & set(MODELS)
+    assert "storage" in services
+    for service in services:
+        settings, container = settings_of(rendering, service, tmp_path)
+        opened = {value for name, value in settings if name.endswith("port") and value is not None and not name.startswith("kubernetes_")}
+        assert {port["containerPort"] for port in container["ports"]} == opened - ({settings.port} if service == "sidecar" else set())
 
 
 @pytest.mark.parametrize("case", ["models", "no-auth", "existing-secrets"])
