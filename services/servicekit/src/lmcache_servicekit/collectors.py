@@ -39,7 +39,7 @@ _GAUGES: Final = MappingProxyType(
     }
 )
 _OPERATIONS: Final = ("contains", "get", "put", "remove", "clear")
-_EVENTS: Final = (
+TIER_EVENTS: Final = (
     "evicted_chunks",
     "expired_chunks",
     "quota_refused_chunks",
@@ -54,6 +54,13 @@ _EVENTS: Final = (
     "damaged_at_start",
     "pulls",
     "failed_pulls",
+    "renewed_pulls",
+    "hedged_pulls",
+    "won_hedges",
+    "failed_over_chunks",
+    "pulled_chunks",
+    "pulled_bytes",
+    "wasted_bytes",
     "refused_encodings",
 )
 
@@ -116,7 +123,7 @@ class TierCollector(Collector):
             yield gauge
         events = CounterMetricFamily(TIER_EVENTS_TOTAL, "What happened in a tier.", labels=[LABEL_TIER, LABEL_EVENT])
         for tier, figures in tiers.items():
-            for event in _EVENTS:
+            for event in TIER_EVENTS:
                 if event in figures:
                     events.add_metric([tier, event], figures[event])
         yield events
