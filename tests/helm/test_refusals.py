@@ -62,13 +62,16 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         "would create the service account",
     ),
     "a storage that is killed while it drains": (
-        {"storage.config.drain_timeout_s": 66},
-        "storage.terminationGracePeriodSeconds is 90, but its pods may take 91 s",
+        {"storage.config.drain_timeout_s": 38},
+        "storage.terminationGracePeriodSeconds is 120, but a pod may take 121 s",
     ),
-    "a lookup that is killed while it answers": ({"lookup.preStopSeconds": 30}, "lookup.terminationGracePeriodSeconds is 45"),
+    "a lookup that is killed while it answers": (
+        {"lookup.preStopSeconds": 30},
+        "lookup.terminationGracePeriodSeconds is 60, but a pod may take 70 s",
+    ),
     "a sidecar that is killed while it drains": (
-        {"models": [MODEL | {"sidecar": {"config": {"drain_timeout_s": 120}}}]},
-        "models (tiny).terminationGracePeriodSeconds is 180, but its pods may take 200 s",
+        {"models": [MODEL | {"sidecar": {"config": {"drain_timeout_s": 50}}}]},
+        "models (tiny).terminationGracePeriodSeconds is 180, but a pod may take 200 s",
     ),
     "a wait longer than the longest": ({"models": [MODEL | {"stop": {"graceSeconds": 90}}]}, "above stop.maxSeconds"),
     "a PYTHONPATH that hides the connector": (

@@ -4,8 +4,7 @@
 {{- $name := printf "models (%s)" .name }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
 {{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s: sidecar" $name) "resources" .sidecar.resources) }}
-{{- $seconds := list .stop.maxSeconds .sidecar.config.drain_timeout_s .sidecar.config.shutdown_grace_s }}
-{{- include "lmcache.refuseShortGrace" (dict "name" $name "given" .terminationGracePeriodSeconds "seconds" $seconds) }}
+{{- include "lmcache.refuseShortGrace" (dict "name" $name "values" . "before" .stop.maxSeconds "config" .sidecar.config) }}
 {{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
 {{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
 {{- end }}
@@ -55,13 +54,11 @@
 {{- end }}
 {{- end }}
 
+{{/* A drain that has left something is tried once more, and REST and lm:// end one after the other. */}}
 {{- define "lmcache.refuseShortGrace" }}
-{{- $needed := 0.0 }}
-{{- range .seconds }}
-{{- $needed = addf $needed . }}
-{{- end }}
-{{- if lt (float64 .given) $needed }}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %v, but its pods may take %v s to end (what its wait before the end, its drain and its requests may take): raise the one or lower the others." .name .given $needed) }}
+{{- $needed := addf .before (mulf 2 (default 0 .config.drain_timeout_s)) (mulf 2 .config.shutdown_grace_s) }}
+{{- if lt (float64 .values.terminationGracePeriodSeconds) $needed }}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %v, but a pod may take %v s to end (its wait before, and twice drain_timeout_s and shutdown_grace_s): raise the one or lower the others." .name .values.terminationGracePeriodSeconds $needed) }}
 {{- end }}
 {{- end }}
 
