@@ -22,8 +22,9 @@ SERVICES = {
     "lmcache_broker": "lmcache-broker",
     "lmcache_storage": "lmcache-storage",
     "lmcache_sidecar": "lmcache-sidecar",
+    "lmcache_webhook": "lmcache-webhook",
 }
-FIGURES = {"lmcache_sidecar": "/v1/tiers"}
+FIGURES = {"lmcache_sidecar": "/v1/tiers", "lmcache_webhook": "/metrics"}
 OURS = {
     "lmcache-core": "libs/lmcache_core/src",
     "lmcache-servicekit": "services/servicekit/src",
@@ -31,6 +32,7 @@ OURS = {
     "lmcache-broker": "services/p2p_broker/src",
     "lmcache-storage": "services/cache_storage/src",
     "lmcache-sidecar": "services/sidecar/src",
+    "lmcache-webhook": "services/webhook/src",
 }
 
 
@@ -42,6 +44,8 @@ def settings_of(package: str, directory: Path) -> dict[str, str]:
         options["MEMORY_GB"] = "0.01"
     if package == "lmcache_sidecar":
         options |= {"ARENA_GB": "0.01", "ARENA_PATH": str(directory / "arena"), "SOCKET_PATH": str(directory / "s.sock")}
+    if package == "lmcache_webhook":
+        options |= {"SIDECAR_IMAGE": "lmcache-sidecar:0.1.0", "PAYLOAD_IMAGE": "lmcache-payload:0.1.0"}
     return {f"{package.upper()}_{name}": value for name, value in options.items()}
 
 

@@ -1,0 +1,228 @@
+"""The webhook as a process of its own, asked over TLS as an API server asks."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonpatch
+import pytest
+import yaml
+from lmcache_webhook.certificate.authority import Lifetime, Material, renew
+
+from tests.fixtures.pods import SHAPES, Pod, plain
+from tests.fixtures.service_process import ServiceProcess, running_service
+
+RELOAD_S = 20.0
+NAMES = ["localhost"]
+LIFETIME = Lifetime(datetime.timedelta(days=90), datetime.timedelta(days=30))
+
+
+def publish(material: Material, directory: Path) -> None:
+    for name, data in (("tls.key", material.key), ("tls.crt", material.certificate), ("ca.crt", material.authorities)):
+        beside = directory / f"{name}.new"
+        beside.write_bytes(data)
+        beside.rename(directory / name)
+
+
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    values = {
+        "PORT": "0",
+        "HEALTH_PORT": "0",
+        "SIDECAR_IMAGE": "s:1",
+        "PAYLOAD_IMAGE": "p:1",
+        "TLS_CERT_FILE": str(directory / "tls.crt"),
+        "TLS_KEY_FILE": str(directory / "tls.key"),
+        **more,
+    }
+    return {f"LMCACHE_WEBHOOK_{name}": value for name, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("webhook")
+    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(directory: Path) -> Iterator[ServiceProcess]:
+    with running_service("lmcache_webhook", directory, environment(directory)) as running:
+        yield running
+
+
+def client_for(service: ServiceProcess, directory: Path) -> httpx.Client:
+    context = ssl.create_default_context(cafile=str(directory / "ca.crt"))
+    return httpx.Client(base_url=f"https://localhost:{service.ports['port']}", verify=context, trust_env=False, timeout=10)
+
+
+@pytest.fixture
+def client(service: ServiceProcess, directory: Path) -> Iterator[httpx.Client]:
+    with client_for(service, directory) as made:
+        yield made
+
+
+def question(pod: Any, **more: Any) -> dict[str, Any]:
+    request = {
+        "uid": "705ab4f5-6393-11e8-b7cc-42010a800002",
+        "kind": {"group": "", "version": "v1", "kind": "Pod"},
+        "resource": {"group": "", "version": "v1", "resource": "pods"},
+        "namespace": "team-a",
+        "operation": "CREATE",
+        "userInfo": {"username": "system:serviceaccount:kube-system:replicaset-controller"},
+        "object": pod,
+        "oldObject": None,
+        "options": {"apiVersion": "meta.k8s.io/v1", "kind": "CreateOptions"},
+        **more,
+    }
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+
+
+def ask(client: httpx.Client, pod: Any, **more: Any) -> dict[str, Any]:
+    answer = client.post("/mutate?timeout=5s", json=question(pod, **more))
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert (body["apiVersion"], body["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+    response: dict[str, Any] = body["response"]
+    assert response["uid"] == "705ab4f5-6393-11e8-b7cc-42010a800002"
+    assert response["allowed"] is True
+    return response
+
+
+def patched(pod: Pod, response: dict[str, Any]) -> Pod:
+    assert response["patchType"] == "JSONPatch"
+    changed: Pod = jsonpatch.apply_patch(pod, json.loads(base64.b64decode(response["patch"])))
+    return changed
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_a_pod_that_asks_gets_its_sidecar(shape: str, client: httpx.Client) -> None:
+    changed = patched(SHAPES[shape](), ask(client, SHAPES[shape]()))
+    assert changed["spec"]["initContainers"][-1]["name"] == "lmcache-sidecar"
+    again = ask(client, changed)
+    assert "patch" not in again
+    assert "patchType" not in again
+
+
+def test_a_dry_run_is_answered_alike(client: httpx.Client) -> None:
+    assert ask(client, plain(), dryRun=True) == ask(client, plain())
+
+
+def test_a_pod_that_cannot_is_warned_of(client: httpx.Client) -> None:
+    pod = plain()
+    pod["spec"]["hostNetwork"] = True
+    response = ask(client, pod)
+    assert response["warnings"][0].startswith("lmcache: not injected: the pod uses its node's network")
+    assert patched(pod, response)["metadata"]["annotations"]["lmcache.io/inject-status"].startswith("not injected: ")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"operation": "UPDATE"},
+        {"operation": "DELETE", "object": None},
+        {"kind": {"group": "apps", "version": "v1", "kind": "Deployment"}},
+        {"object": {"spec": "nonsense"}},
+        {"namespace": ""},
+    ],
+)
+def test_everything_is_allowed(more: dict[str, Any], client: httpx.Client) -> None:
+    ask(client, plain(), **more)
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 422),
+        (b"nonsense", 422),
+        (b"[]", 422),
+        (json.dumps({**question({}), "apiVersion": "admission.k8s.io/v1beta1"}).encode(), 422),
+        (b'{"a":' * 100_000, 422),
+        (b" " * ((4 << 20) + 1), 413),
+    ],
+)
+def test_what_is_no_review_is_refused_as_such(content: bytes, status: int, client: httpx.Client) -> None:
+    """The API server then lets the pod through, by failurePolicy."""
+    answer = client.post("/mutate", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (status, 400) if status == 422 else answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    ask(client, plain())
+
+
+def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> None:
+    ask(client, plain())
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").json()["status"] == "ok"
+    assert 'lmcache_webhook_reviews_total{verdict="injected"}' in client.get("/metrics").text
+    assert "/mutate" in client.get("/openapi.json").json()["paths"]
+    probes = f"http://127.0.0.1:{service.ports['health_port']}"
+    assert httpx.get(f"{probes}/readyz", trust_env=False).status_code == 200
+    assert httpx.get(f"{probes}/mutate", trust_env=False).status_code == 404
+
+
+def test_who_trusts_another_authority_is_not_served(service: ServiceProcess, tmp_path: Path) -> None:
+    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+    with client_for(service, tmp_path) as stranger, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        stranger.get("/healthz")
+
+
+def test_a_renewed_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
+    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+    with running_service("lmcache_webhook", tmp_path, environment(tmp_path)) as service:
+        with client_for(service, tmp_path) as before:
+            ask(before, plain())
+        publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+        deadline = time.monotonic() + RELOAD_S
+        while True:
+            with client_for(service, tmp_path) as after:
+                try:
+                    ask(after, plain())
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() < deadline, "the old certificate is still served"
+                    time.sleep(0.1)
+
+
+def test_beyond_its_rate_pods_are_let_through(directory: Path, tmp_path: Path) -> None:
+    with (
+        running_service("lmcache_webhook", tmp_path, environment(directory, MAX_REVIEWS_PER_S="1")) as service,
+        client_for(service, directory) as client,
+    ):
+        responses = [ask(client, plain()) for _ in range(4)]
+    assert "patch" in responses[0]
+    assert any("max_reviews_per_s" in response.get("warnings", [""])[0] for response in responses[1:])
+
+
+def test_many_at_once(service: ServiceProcess, directory: Path) -> None:
+    with client_for(service, directory) as client, ThreadPoolExecutor(8) as pool:
+        responses = list(pool.map(lambda _: ask(client, plain()), range(64)))
+    assert len({response["patch"] for response in responses}) == 1
+
+
+def test_bad_settings_end_it_with_two(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmcache_webhook", "--print-config"]
+    environ = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "PATH": ""}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "payload_image: required" in done.stderr
+    done = subprocess.run(
+        command, env={**environ, "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert yaml.safe_load(done.stdout)["payload_image"] == "p:1"
+
+
+def test_serving_needs_neither_torch_nor_keys_nor_the_clusters_client() -> None:
+    code = "import sys, lmcache_webhook.__main__; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert "lmcache_webhook.app" in loaded
+    assert not {"torch", "numpy", "kubernetes", "cryptography"} & set(loaded)
