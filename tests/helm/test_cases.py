@@ -17,6 +17,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.helm import extensions
+
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
@@ -78,6 +80,9 @@ def schemas_are_read_once() -> Iterator[None]:
 def test_objects_fit_kubernetes_schemas(chart: Chart, case: str) -> None:
     for manifest in render(chart, case).manifests:
         if manifest["kind"] in EXTENSIONS.get(manifest["apiVersion"], ()):
+            continue
+        if extensions.is_extension(manifest):
+            extensions.validate(manifest)
             continue
         for version in KUBERNETES_VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)

@@ -1,0 +1,67 @@
+{{/* Labels that the PodMonitors give this release's targets, as PromQL matchers. Takes: root. */}}
+{{- define "lmcache.promLabels" -}}
+namespace="{{ .root.Release.Namespace }}",app_kubernetes_io_instance="{{ .root.Release.Name }}"
+{{- end -}}
+
+{{/* Head of a PodMonitor and what its targets are labelled with. Takes: root, component, model and name (optional). */}}
+{{- define "lmcache.podMonitorHead" -}}
+apiVersion: monitoring.coreos.com/v1
+kind: PodMonitor
+metadata:
+  {{- include "lmcache-common.metadata" . | nindent 2 }}
+    {{- with .root.Values.monitoring.podMonitors.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  jobLabel: app.kubernetes.io/component
+  podTargetLabels: [app.kubernetes.io/instance, app.kubernetes.io/component, lmcache/model]
+  selector:
+    matchLabels:
+      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+{{- end -}}
+
+{{/* One endpoint of it. Takes: root, port, scheme (optional), tls (optional): its tlsConfig. */}}
+{{- define "lmcache.podMonitorEndpoint" -}}
+- port: {{ .port }}
+  path: /metrics
+  {{- with .scheme }}
+  scheme: {{ lower . }}
+  {{- end }}
+  {{- with .tls }}
+  tlsConfig:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  interval: {{ .root.Values.monitoring.podMonitors.interval }}
+  scrapeTimeout: {{ .root.Values.monitoring.podMonitors.scrapeTimeout }}
+{{- end -}}
+
+{{/* How Prometheus checks the certificate of a service: pods are asked at their addresses, certificates name the Service. Takes: root, component. */}}
+{{- define "lmcache.podMonitorTls" -}}
+{{- if and .root.Values.tls.enabled (not (include "lmcache.hasHealthPort" .)) -}}
+ca:
+  secret:
+    name: {{ default (include "lmcache.tlsSecretName" .) .root.Values.tls.existingCaSecret }}
+    key: ca.crt
+serverName: {{ include "lmcache-common.serviceHost" . }}
+{{- end -}}
+{{- end -}}
+
+{{/* The alerts that are wanted, as groups of a PrometheusRule. Takes: root. */}}
+{{- define "lmcache.alertGroups" -}}
+{{- $rules := .root.Values.monitoring.rules -}}
+{{- range $group, $alerts := .root.Files.Get "files/alerts.yaml" | replace "$release" (include "lmcache.promLabels" .) | fromYaml }}
+{{- $wanted := list }}
+{{- range $alerts }}
+{{- if not (has .alert $rules.disabled) }}
+{{- $labels := merge (dict "severity" .severity) $rules.alertLabels }}
+{{- $annotations := dict "summary" .summary "runbook_url" (printf "%s#%s" $rules.runbookUrl (lower .alert)) }}
+{{- $wanted = append $wanted (merge (pick . "alert" "expr" "for") (dict "labels" $labels "annotations" $annotations)) }}
+{{- end }}
+{{- end }}
+{{- with $wanted }}
+- name: {{ $group }}
+  rules:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+{{- end -}}

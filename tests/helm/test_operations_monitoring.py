@@ -1,0 +1,236 @@
+"""What Prometheus and Grafana get: monitors that find ports, alerts and dashboards that ask for metrics which exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from lmcache_servicekit.collectors import TIER_EVENTS
+
+from tests.fixtures.exposition import scraped_services
+from tests.fixtures.fake_vllm import imported_connector
+from tests.helm import extensions
+from tests.helm.conftest import REPOSITORY
+from tests.helm.queries import selectors, without_variables
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+VALUES: Manifest = {
+    "models": [MODEL],
+    "monitoring.podMonitors.enabled": True,
+    "monitoring.rules.enabled": True,
+    "monitoring.dashboards.enabled": True,
+    "networkPolicy.metricsFrom": MONITORING,
+}
+DASHBOARDS = sorted((REPOSITORY / "helm" / "lmcache" / "files" / "dashboards").glob("*.json"))
+RUNBOOKS = REPOSITORY / "docs" / "runbooks.md"
+OF_TARGETS = {"namespace", "pod", "app_kubernetes_io_instance", "app_kubernetes_io_component", "lmcache_model"}
+"""Labels that Prometheus itself and the PodMonitors give."""
+Exposed = dict[str, set[str]]
+"""Name of a sample -> its labels; none where there is no sample yet."""
+OF_VLLM = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
+    """All metrics of all services, as they are scraped, those of our connector in vLLM, two of vLLM itself, and Prometheus' own."""
+    found: Exposed = {name: set() for name in OF_VLLM | {"up"}}
+    for metrics in scraped_services(tmp_path_factory.mktemp("exposed")).values():
+        for name, metric in metrics.items():
+            for suffix in ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",):
+                found.setdefault(f"{name}{suffix}", set()).update(metric.labels or ())
+    with imported_connector():
+        from lmcache_core.integrations.vllm import stats
+
+        return found | {f"{stats.PROMETHEUS_PREFIX}{name}": set() for name in stats.DESCRIBED}
+
+
+@pytest.fixture
+def rendering(chart: Chart) -> Rendering:
+    """Everything monitored, one model."""
+    return chart.render(VALUES)
+
+
+def alerts(rendering: Rendering) -> list[Manifest]:
+    return [alert for rule in rendering.of_kind("PrometheusRule") for group in rule["spec"]["groups"] for alert in group["rules"]]
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    return [without_variables(target["expr"]) for panel in panels(dashboard) for target in panel["targets"]]
+
+
+def check_expression(expression: str, exposed: Exposed) -> None:
+    """It is PromQL, of this release alone, about metrics and labels that exist."""
+    found = selectors(expression)
+    assert found, f"{expression} asks for nothing"
+    for one in found:
+        assert one.metric in exposed, f"nobody exposes {one.metric}: {expression}"
+        assert one.matchers["namespace"] == "inference", expression
+        assert one.matchers["app_kubernetes_io_instance"] == "cache", expression
+        labels = exposed[one.metric]
+        if labels:
+            assert set(one.matchers) - OF_TARGETS <= labels, f"{one.metric} has the labels {labels}: {expression}"
+        for pattern in one.matchers.get("event", TIER_EVENTS[0]).split("|"):
+            assert any(re.fullmatch(pattern, event) for event in TIER_EVENTS), f"no tier tells of {pattern}: {expression}"
+
+
+def test_off_unless_wanted(chart: Chart) -> None:
+    kinds = {one["kind"] for one in chart.render({"models": [MODEL]}).manifests}
+    assert not kinds & {"PodMonitor", "PrometheusRule"}
+    assert not [one for one in chart.render().of_kind("ConfigMap") if "grafana_dashboard" in one["metadata"]["labels"]]
+
+
+def test_objects_have_the_fields_of_their_operator(rendering: Rendering) -> None:
+    found = [one for one in rendering.manifests if extensions.is_extension(one)]
+    assert {one["kind"] for one in found} == {"PodMonitor", "PrometheusRule"}
+    for one in found:
+        extensions.validate(one)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_monitors_find_pods_and_ports(chart: Chart, encrypted: bool, mutual: bool) -> None:
+    tls = {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"} if encrypted else {}
+    rendering = chart.render(VALUES | tls)
+    monitors = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("PodMonitor")}
+    monitored = {workload["metadata"]["name"] for workload in rendering.workloads()} - {"cache-lmcache-redis"}
+    assert set(monitors) == monitored
+    for workload in rendering.workloads():
+        name = workload["metadata"]["name"]
+        if name not in monitors:
+            continue
+        template = workload["spec"]["template"]
+        assert monitors[name]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        containers = [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
+        ports = {port["name"]: port["containerPort"] for one in containers for port in one.get("ports", [])}
+        for endpoint in monitors[name]["podMetricsEndpoints"]:
+            assert endpoint["port"] in ports
+            is_https = encrypted and not mutual and "-vllm-" not in name
+            assert endpoint.get("scheme", "http") == ("https" if is_https else "http")
+            if is_https:
+                assert endpoint["tlsConfig"]["serverName"] == f"{name}.inference.svc"
+                assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "certificates", "key": "ca.crt"}}
+            policy = next(one["spec"] for one in rendering.of_kind("NetworkPolicy") if is_of(one, template))
+            opened = {port["port"] for rule in policy["ingress"] if rule["from"] == MONITORING for port in rule["ports"]}
+            assert ports[endpoint["port"]] in opened, f"the policy keeps Prometheus from {name}"
+
+
+def is_of(policy: Manifest, template: Manifest) -> bool:
+    selected: dict[str, str] = policy["spec"]["podSelector"]["matchLabels"]
+    return selected.items() <= template["metadata"]["labels"].items()
+
+
+def test_vllm_over_https_is_asked_so(chart: Chart) -> None:
+    rendering = chart.render(VALUES | {"models": [MODEL | {"tls": {"existingSecret": "front-door"}}]})
+    endpoints = {one["port"]: one for one in rendering.get("PodMonitor", "vllm-tiny")["spec"]["podMetricsEndpoints"]}
+    assert endpoints["http"]["scheme"] == "https"
+    assert "scheme" not in endpoints["sidecar-health"]
+
+
+def test_prometheus_must_be_let_in(chart: Chart) -> None:
+    refusal = chart.refuse({"monitoring.podMonitors.enabled": True})
+    assert "networkPolicy.metricsFrom names nobody" in refusal
+    chart.render({"monitoring.podMonitors.enabled": True, "networkPolicy.enabled": False})
+
+
+def test_alerts_ask_for_what_is_exposed(rendering: Rendering, exposed: Exposed) -> None:
+    names = [alert["alert"] for alert in alerts(rendering)]
+    assert len(names) == len(set(names)) >= 20
+    for alert in alerts(rendering):
+        check_expression(alert["expr"], exposed)
+        assert alert["labels"]["severity"] in ("info", "warning", "critical")
+        assert "$release" not in json.dumps(alert)
+
+
+def test_every_alert_has_a_runbook(rendering: Rendering) -> None:
+    headings = re.findall(r"^#+ (.+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    for alert in alerts(rendering):
+        file, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        assert file == "docs/runbooks.md"
+        assert anchor == alert["alert"].lower()
+        assert anchor in anchors, f"docs/runbooks.md has no section {alert['alert']}"
+
+
+def test_every_runbook_has_an_alert(rendering: Rendering) -> None:
+    headings = re.findall(r"^#+ (Lmcache\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(headings) == {alert["alert"] for alert in alerts(rendering)}
+
+
+def test_labels_of_summaries_are_there(rendering: Rendering) -> None:
+    for alert in alerts(rendering):
+        named = set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"]))
+        aggregated = re.findall(r"by \(([^)]*)\)", alert["expr"])
+        kept = {label.strip() for group in aggregated for label in group.split(",")} if aggregated else OF_TARGETS
+        assert named <= kept, alert["alert"]
+
+
+def test_single_alerts_can_be_left_out_and_all_labelled(chart: Chart) -> None:
+    given = VALUES | {
+        "monitoring.rules.disabled": ["LmcacheWorkerDown"],
+        "monitoring.rules.alertLabels": {"team": "inference"},
+        "monitoring.rules.runbookUrl": "https://example.com/runbooks.html",
+        "monitoring.rules.labels": {"release": "prometheus"},
+    }
+    rendering = chart.render(given)
+    found = {alert["alert"]: alert for alert in alerts(rendering)}
+    assert "LmcacheWorkerDown" not in found
+    assert found["LmcacheTargetDown"]["labels"] == {"severity": "warning", "team": "inference"}
+    assert found["LmcacheTargetDown"]["annotations"]["runbook_url"] == "https://example.com/runbooks.html#lmcachetargetdown"
+    assert rendering.of_kind("PrometheusRule")[0]["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_dashboards_are_config_maps(rendering: Rendering) -> None:
+    found = [one for one in rendering.of_kind("ConfigMap") if one["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    assert len(found) == len(DASHBOARDS) == 4
+    for one in found:
+        ((name, text),) = one["data"].items()
+        file = next(path for path in DASHBOARDS if name == f"lmcache-{path.name}")
+        assert json.loads(text) == json.loads(file.read_bytes())
+        assert len(text) < 100_000
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_ask_for_what_is_exposed(path: Any, exposed: Exposed) -> None:
+    dashboard = json.loads(path.read_bytes())
+    for expression in expressions(dashboard):
+        check_expression(expression, exposed)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_are_well_made(path: Any) -> None:
+    """Grafana shows panels that overlap one over the other, and takes queries of one name for the same."""
+    dashboard = json.loads(path.read_bytes())
+    assert dashboard["uid"] == f"lmcache-{path.stem}"
+    assert "id" not in dashboard
+    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "namespace", "release"}
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert max(x for x, _ in own) < 24
+        assert not own & cells, panel["title"]
+        cells |= own
+    identities = [panel["id"] for panel in dashboard["panels"]]
+    assert len(identities) == len(set(identities))
+    for panel in panels(dashboard):
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(names) == len(set(names))
+        assert panel["title"]
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+def test_raw_alerts_are_sorted_into_groups() -> None:
+    groups = yaml.safe_load((REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8"))
+    assert all(name.startswith("lmcache.") for name in groups)
+    assert all(set(alert) <= {"alert", "expr", "for", "severity", "summary"} for alerts in groups.values() for alert in alerts)
