@@ -45,6 +45,7 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ports: dict[str, int] = {}
         self.health_ports: dict[str, int] = {}
+        self.lm_ports: dict[str, int] = {}
 
     def start(self, service: str, addresses: dict[str, str]) -> None:
         """Start one service and wait until it listens. `addresses` are settings that name other services."""
@@ -79,6 +80,11 @@ class Cluster:
             time.sleep(0.05)
         ports = json.loads((root / "ports.json").read_text(encoding="utf-8"))
         self.ports[service], self.health_ports[service] = ports["port"], ports["health_port"]
+        self.lm_ports[service] = ports.get("lm_port", 0)
+
+    def config_of(self, service: str) -> Path:
+        """The settings file that it was started with."""
+        return self._folder / service / "config.yaml"
 
     def url_of(self, service: str) -> str:
         """Where its REST is."""

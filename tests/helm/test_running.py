@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from lmcache_core.errors import AuthenticationError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.wire import LmClient
+from lmcache_core.wire.client import ClientOptions
+from lmcache_servicekit.outgoing import client_tls, shown_token
+from lmcache_servicekit.settings import load_settings
+from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.tls import Authority
 from tests.helm.processes import TIMEOUT_S, Cluster
@@ -68,3 +75,26 @@ def test_who_shows_no_certificate_is_not_heard(cluster: Cluster, service: str) -
 @pytest.mark.parametrize("service", SERVICES)
 def test_kubelets_need_neither_token_nor_certificate(cluster: Cluster, service: str) -> None:
     assert cluster.probe(service, "/healthz") == {"status": "ok"}
+
+
+@pytest.mark.parametrize("shows_token", [True, False])
+async def test_what_the_sidecar_has_lets_it_fetch_from_the_storage(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, shows_token: bool
+) -> None:
+    """Over lm://, with its own token, certificate and authority, and the name that it is told certificates have."""
+    monkeypatch.chdir(cluster.config_of("sidecar").parent)
+    settings = load_settings(SidecarSettings, cluster.config_of("sidecar"), {})
+    assert settings.remote_url is not None
+    tls = client_tls(settings) if settings.remote_url.startswith("lm+tls://") else None
+    assert (tls is None) == (cluster.scheme == "http")
+    token = shown_token(settings.service_token_file) if shows_token else None
+    client = LmClient("127.0.0.1", cluster.lm_ports["storage"], token, ClientOptions(tls=tls))
+    keys = [ChunkKey(settings.tenant, CacheEngineKey("vllm", "tiny", 1, 0, "ab" * 32))]
+    try:
+        if shows_token:
+            assert await client.contains(keys, 10.0) == [False]
+        else:
+            with pytest.raises(AuthenticationError):
+                await client.contains(keys, 10.0)
+    finally:
+        await client.close()
