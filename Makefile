@@ -25,7 +25,7 @@ VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint format clean model
+.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -76,6 +76,10 @@ helm-check: $(VENV)/.tools ## The chart: lint, render and validate with Helm 3 a
 docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in clean environments
 	@$(BIN)/hadolint docker/*.Dockerfile
 	@$(BIN)/pytest tests/integration/docker_install.py
+
+# Not listed: docs/api from the services' OpenAPI documents, which a test compares
+api-docs: $(VENV)/.tools
+	@$(BIN)/python -m tests.unit.docs.api_reference
 
 model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
