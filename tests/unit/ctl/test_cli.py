@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lmcache_ctl.cli import main
 
-GROUPS = ["codec", "lookup", "sidecar"]
+GROUPS = ["certify", "codec", "lookup", "sidecar"]
 COMMANDS = [
     ["status"],
     ["top"],
@@ -109,3 +109,26 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 def test_the_command_is_installed() -> None:
     done = subprocess.run([Path(sys.executable).with_name("lmcachectl"), "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("lmcachectl 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("lmcachectl d", {"drain", "doctor"}),
+        ("lmcachectl lookup ", {"status", "tenants", "prefix", "locations", "route"}),
+        ("lmcachectl status --out", {"--output"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) -> None:
+    environ = {"_LMCACHECTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    command = [Path(sys.executable).with_name("lmcachectl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_given_its_script(shell: str) -> None:
+    environ = {"_LMCACHECTL_COMPLETE": f"source_{shell}"}
+    done = subprocess.run([Path(sys.executable).with_name("lmcachectl")], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0
+    assert "_LMCACHECTL_COMPLETE" in done.stdout

@@ -11,6 +11,7 @@ import typer
 from lmcache_core.errors import LMCacheError
 
 from lmcache_ctl.bench.commands import bench
+from lmcache_ctl.certify.commands import app as certify
 from lmcache_ctl.codec.commands import app as codec
 from lmcache_ctl.doctor.commands import doctor
 from lmcache_ctl.drain.commands import drain
@@ -29,6 +30,7 @@ EXIT_USAGE = 2
 app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
 for command in (status, top, explain, evict, pin, drain, bench, doctor):
     app.command()(command)
+app.add_typer(certify, name="certify")
 app.add_typer(codec, name="codec")
 app.add_typer(lookup, name="lookup")
 app.add_typer(sidecar, name="sidecar")

@@ -49,7 +49,7 @@ def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
 
 def print_json(value: Any) -> None:
     """Print structs, lists and dicts as indented JSON."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def print_yaml(value: Any) -> None:
@@ -74,7 +74,9 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         left: So many columns are flush left, the others, numbers, flush right.
         prose: Whether the last column holds sentences: flush left, and as many lines as they need.
     """
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    if title:
+        print_text(title)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number, heading in enumerate(headings):
         is_prose = prose and number == len(headings) - 1
         is_left = number < left or is_prose

@@ -14,7 +14,7 @@ from lmcache_ctl.reach import Reach
 
 MAX_SECONDS = 600.0
 MAX_CONCURRENCY = 256
-MAX_BATCH = 128
+CHUNKS_IN_A_CALL = 4
 
 
 @reaches_services
@@ -27,12 +27,11 @@ def bench(
     size: Annotated[str, typer.Option(help="Of one chunk.")] = "4MiB",
     total: Annotated[str, typer.Option(help="Of all chunks: what is stored, and fetched again.")] = "256MiB",
     concurrency: Annotated[int, typer.Option(help="Calls at once.", min=1, max=MAX_CONCURRENCY)] = 4,
-    batch: Annotated[int, typer.Option(help="Chunks in one call.", min=1, max=MAX_BATCH)] = 4,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Store and fetch chunks at a cache_storage, and tell latency and throughput.
 
-    The chunks are named after a model of their own, in the tenant of the
+    Calls store or fetch four chunks each. They are named after a model of their own, in the tenant of the
     token, and are removed at the end. They take room from others: run it with
     a token of a tenant of its own. Exits with 1 when a call failed, nothing
     came back as it was stored, or chunks could not be removed.
@@ -48,7 +47,7 @@ def bench(
         raise UsageError(
             "name a cache_storage: lmcachectl bench lm://host:port (in Kubernetes from a pod, where its service can be reached)"
         )
-    load = checked_load(Load(url, seconds, parse_size(size), parse_size(total), concurrency, batch))
+    load = checked_load(Load(url, seconds, parse_size(size), parse_size(total), concurrency, CHUNKS_IN_A_CALL))
     report = asyncio.run(run_load(settings, load))
     show(report, output, print_report)
     if not report.is_well:

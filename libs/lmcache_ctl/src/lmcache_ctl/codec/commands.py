@@ -19,7 +19,8 @@ MAX_TOKENS = 1 << 15
 app = typer.Typer(no_args_is_help=True, help="How KV is encoded on its way to disks, services and peers.")
 
 
-def _checked_profiles(profiles: list[str]) -> list[str]:
+def checked_profiles(profiles: list[str]) -> list[str]:
+    """These profiles; all of them where none is named. Raises `typer.BadParameter` for what is none."""
     from lmcache_core.serde.registry import CODEC_NAMES
 
     for profile in profiles:
@@ -84,7 +85,7 @@ def measure(
     chosen = [name for name, given in (("--synthetic", synthetic), ("--kv", kv), ("--model", model)) if given]
     if len(chosen) > 1:
         raise typer.BadParameter(f"{' and '.join(chosen)} exclude one another: give one source of KV")
-    profiles = _checked_profiles(profile or [])
+    profiles = checked_profiles(profile or [])
     from lmcache_ctl.codec.kv import load_kv
     from lmcache_ctl.codec.measurement import measure_profiles
     from lmcache_ctl.codec.tables import print_measurements

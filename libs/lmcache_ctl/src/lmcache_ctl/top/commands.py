@@ -34,7 +34,7 @@ def top(
     """
     with reach.services() as services:
         if once or output is not OutputFormat.TABLE or not sys.stdout.isatty():
-            show(asyncio.run(_first(reach, services, interval)), output, _print)
+            show(asyncio.run(_first(reach, services, interval)), output, print_moment)
             return
         try:
             asyncio.run(_live(reach, services, interval))
@@ -61,7 +61,8 @@ async def _live(reach: Reach, services: list[Service], interval_s: float) -> Non
             live.update(screen_of(found), refresh=True)
 
 
-def _print(found: Moment) -> None:
+def print_moment(found: Moment) -> None:
+    """One interval, for people."""
     from rich.console import Console
 
     from lmcache_ctl.top.screen import screen_of

@@ -1,0 +1,1 @@
+"""`lmcachectl certify`: gates that something must pass before it is used."""

@@ -1,0 +1,47 @@
+"""The commands of `lmcachectl certify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_ctl.codec.commands import DEFAULT_TOKENS, MAX_TOKENS, checked_profiles
+from lmcache_ctl.errors import UsageError
+from lmcache_ctl.output import Output, OutputFormat, show
+
+DEFAULT_MAX_ERROR = 0.15
+DEFAULT_MIN_RATIO = 1.0
+
+app = typer.Typer(no_args_is_help=True, help="Gates that something must pass before it is used: exit code 1 when it does not.")
+
+
+@app.command()
+def codec(
+    kv: Annotated[Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="A profile to certify; may be given several times.", show_default="all")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most.")] = DEFAULT_TOKENS,
+    max_error: Annotated[float, typer.Option(min=0, max=1, help="Largest error (root mean square, relative).")] = DEFAULT_MAX_ERROR,
+    min_ratio: Annotated[float, typer.Option(min=0, help="How many times smaller it must at least be.")] = DEFAULT_MIN_RATIO,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Certify that codec profiles fit this KV, on this machine.
+
+    A profile without loss must give back every bit; one with loss must stay
+    within --max-error; all must be at least --min-ratio times smaller. Without
+    --kv or --model made-up KV is used, which certifies the machine and not a
+    model. What errors do to answers is not measured.
+    """
+    if kv is not None and model is not None:
+        raise UsageError("--kv and --model exclude one another: give one source of KV")
+    profiles = checked_profiles(profile or [])
+    from lmcache_ctl.certify.gate import Bounds, certify
+    from lmcache_ctl.certify.tables import print_certificate
+    from lmcache_ctl.codec.kv import load_kv
+
+    found = certify(load_kv(kv, model, tokens), profiles, Bounds(max_error, min_ratio))
+    show(found, output, print_certificate)
+    if not found.has_passed:
+        raise typer.Exit(1)
