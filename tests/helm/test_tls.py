@@ -187,3 +187,29 @@ def test_keys_stay_where_they_are_used(chart: Chart) -> None:
     for one in rendering.of_kind("ConfigMap"):
         for value in yaml.safe_load(one["data"].get("config.yaml", "{}")).items():
             assert value[0] != "tls_key_file" or PurePosixPath(value[1]).is_relative_to("/run/secrets")
+
+
+@pytest.mark.parametrize("service", sorted(MODELS))
+@pytest.mark.parametrize("kind", ["tls", "mutual"])
+def test_without_tokens_services_encrypt_all_the_same(chart: Chart, kind: str, service: str, tmp_path: Path) -> None:
+    settings, _ = settings_of(chart.render(KINDS[kind] | {"auth.enabled": False}), service, tmp_path)
+    assert settings.tls_cert_file is not None
+    assert settings.allow_anonymous
+
+
+def test_names_that_look_like_numbers_stay_names(chart: Chart, tmp_path: Path) -> None:
+    values = TLS | {
+        "tls.existingSecret": "1",
+        "tls.peerName": "1.5",
+        "auth.existingSecret": "2",
+        "keys.existingSecret": "3",
+        "auth.tenant": "7",
+    }
+    rendering = chart.render(values)
+    sidecar = settings_of(rendering, "sidecar", tmp_path)[0].model_dump()
+    assert (sidecar["tls_peer_name"], sidecar["tenant"]) == ("1.5", "7")
+    assert settings_of(rendering, "broker", tmp_path)[0].model_dump()["discovery_tenant"] == "7"
+    for _, pod in rendering.pods():
+        for volume in pod["volumes"]:
+            for source in volume.get("projected", {}).get("sources", []):
+                assert isinstance(source["secret"]["name"], str), volume["name"]

@@ -70,7 +70,7 @@ ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
 discovery: kubernetes
 discovery_tenant: {{ ternary .root.Values.auth.tenant "default" .root.Values.auth.enabled | quote }}
 kubernetes_service: {{ include "lmcache.sidecarsName" . }}
-kubernetes_namespace: {{ .root.Release.Namespace }}
+kubernetes_namespace: {{ .root.Release.Namespace | quote }}
 kubernetes_tls: {{ .root.Values.tls.enabled }}
 {{- end }}
 {{- if .root.Values.broker.podDeletionCost.enabled }}

@@ -49,7 +49,7 @@ Takes: root, component, auth (keys of the token Secret; left out where auth is o
     sources:
       {{- with $auth }}
       - secret:
-          name: {{ include "lmcache.authSecretName" $ }}
+          name: {{ include "lmcache.authSecretName" $ | quote }}
           items:
             {{- range . }}
             - {key: {{ . }}, path: {{ . }}}
@@ -57,7 +57,7 @@ Takes: root, component, auth (keys of the token Secret; left out where auth is o
       {{- end }}
       {{- with .keys }}
       - secret:
-          name: {{ include "lmcache.keysSecretName" $ }}
+          name: {{ include "lmcache.keysSecretName" $ | quote }}
           items:
             {{- range . }}
             - {key: {{ . }}, path: {{ . }}}

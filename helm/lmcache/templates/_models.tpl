@@ -102,7 +102,7 @@ keys: [ticket-keys, salt]
 {{- with .model.tls.existingSecret }}
 - name: vllm-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 0444
     items:
       - {key: tls.crt, path: tls.crt}

@@ -71,7 +71,7 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
 {{- $external := .root.Values.externalRedis -}}
 {{- with $external.tls.existingSecret }}
 - secret:
-    name: {{ . }}
+    name: {{ . | quote }}
     items:
       - {key: ca.crt, path: ca.crt}
       {{- if $external.tls.clientCertificate }}
@@ -81,9 +81,9 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
 {{- end }}
 {{- with $external.sentinel.existingSecret }}
 - secret:
-    name: {{ . }}
+    name: {{ . | quote }}
     items:
-      - {key: {{ $external.sentinel.existingSecretKey }}, path: sentinel-password}
+      - {key: {{ $external.sentinel.existingSecretKey | quote }}, path: sentinel-password}
 {{- end }}
 {{- end -}}
 {{- end -}}

@@ -27,7 +27,7 @@
 {{- $name := include "lmcache-common.componentName" . -}}
 {{- $namespace := .root.Release.Namespace -}}
 {{- if has .component (list "vllm" "storage") -}}
-- {{ include "lmcache.tlsPeerName" . }}
+- {{ include "lmcache.tlsPeerName" . | quote }}
 {{ end }}
 {{- if eq .component "storage" -}}
 - {{ printf "%q" (printf "*.%s-headless.%s.svc" $name $namespace) }}
@@ -56,7 +56,7 @@ tls_client_ca_file: {{ include "lmcache.tlsPath" . }}/ca.crt
 {{- define "lmcache.tlsCallerSettings" -}}
 {{- if .root.Values.tls.enabled }}
 tls_ca_file: {{ include "lmcache.tlsPath" . }}/ca.crt
-tls_peer_name: {{ include "lmcache.tlsPeerName" . }}
+tls_peer_name: {{ include "lmcache.tlsPeerName" . | quote }}
 {{- if .root.Values.tls.mutual }}
 tls_client_cert_file: {{ include "lmcache.tlsPath" . }}/tls.crt
 tls_client_key_file: {{ include "lmcache.tlsPath" . }}/tls.key
@@ -118,7 +118,7 @@ scheme: HTTPS
     defaultMode: 0444
     sources:
       - secret:
-          name: {{ include "lmcache.tlsSecretName" . }}
+          name: {{ include "lmcache.tlsSecretName" . | quote }}
           items:
             - {key: tls.crt, path: tls.crt}
             - {key: tls.key, path: tls.key}
@@ -127,7 +127,7 @@ scheme: HTTPS
             {{- end }}
       {{- with $tls.existingCaSecret }}
       - secret:
-          name: {{ . }}
+          name: {{ . | quote }}
           items:
             - {key: ca.crt, path: ca.crt}
       {{- end }}

@@ -13,6 +13,7 @@
 - /run/secrets/vllm-tls/tls.crt
 - --ssl-keyfile
 - /run/secrets/vllm-tls/tls.key
+- --enable-ssl-refresh
 {{- end }}
 {{- if .model.connector.enabled }}
 - --kv-transfer-config
