@@ -141,3 +141,11 @@ def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -
         assert settings["allow_anonymous"] is True
         assert not {"auth_tokens_file", "service_token_file"} & set(settings)
     assert "cache-lmcache-auth" not in rendering.text
+
+
+def test_objects_of_your_own_are_installed_too(chart: Chart) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "as-it-is"}, "spec": {"hard": {"pods": "10"}}}
+    template = "apiVersion: v1\nkind: LimitRange\nmetadata:\n  name: {{ .Release.Name }}-limits\n"
+    rendering = chart.render({"extraManifests": [quota, template]})
+    assert rendering.of_kind("ResourceQuota") == [quota]
+    assert [one["metadata"]["name"] for one in rendering.of_kind("LimitRange")] == ["cache-limits"]

@@ -26,7 +26,9 @@ MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 def policies(rendering: Rendering) -> dict[str, Manifest]:
-    return {one["metadata"]["labels"][COMPONENT]: one["spec"] for one in rendering.of_kind("NetworkPolicy")}
+    """Those that are always there, not what `helm test` makes."""
+    found = [one for one in rendering.of_kind("NetworkPolicy") if "helm.sh/hook" not in one["metadata"].get("annotations", {})]
+    return {one["metadata"]["labels"][COMPONENT]: one["spec"] for one in found}
 
 
 def component(peer: Manifest) -> str | None:

@@ -1,0 +1,187 @@
+"""`helm test`: the pod that it starts, and the same command with the same files against services that run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import kubernetes_validate
+import pytest
+
+from tests.fixtures.tls import Authority
+from tests.helm.processes import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+VALUES: Manifest = {"models": [{"name": "tiny", "model": "example/tiny-llama"}]}
+TLS: Manifest = {"tls.enabled": True, "tls.mutual": True, "tls.existingSecret": "certificates"}
+COMPONENT = "app.kubernetes.io/component"
+TEST_TIMEOUT_S = 60
+
+
+def hooks(rendering: Rendering, kind: str) -> list[Manifest]:
+    found = [one for one in rendering.of_kind(kind) if one["metadata"].get("annotations", {}).get("helm.sh/hook") == "test"]
+    assert all(one["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation" for one in found)
+    return found
+
+
+def pod_of(rendering: Rendering) -> Manifest:
+    (pod,) = hooks(rendering, "Pod")
+    return pod
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
+@pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
+def test_the_objects_fit_kubernetes(chart: Chart, tls: Manifest, version: str) -> None:
+    rendering = chart.render(VALUES | tls)
+    for kind in ("Pod", "ConfigMap", "NetworkPolicy"):
+        for manifest in hooks(rendering, kind):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
+def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
+    spec = pod_of(chart.render(VALUES | tls))["spec"]
+    (container,) = spec["containers"]
+    context = container["securityContext"]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["activeDeadlineSeconds"] == 120
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    projected = next(volume["projected"] for volume in spec["volumes"] if volume["name"] == "credentials")
+    items = [item["key"] for source in projected["sources"] for item in source["secret"]["items"]]
+    assert items == ["sidecar-token"], "it gets no more than it needs"
+
+
+def test_what_it_needs_is_there_before_it(chart: Chart) -> None:
+    rendering = chart.render(VALUES)
+    for kind in ("ConfigMap", "NetworkPolicy"):
+        assert all(int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) < 0 for one in hooks(rendering, kind))
+
+
+def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
+    rendering = chart.render(VALUES)
+    policies = [one["spec"] for one in hooks(rendering, "NetworkPolicy")]
+    own = next(spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test")
+    assert own["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in own
+    assert own["podSelector"]["matchLabels"].items() <= pod_of(rendering)["metadata"]["labels"].items()
+    reached = {
+        (rule["to"][0]["podSelector"]["matchLabels"][COMPONENT], port["port"])
+        for rule in own["egress"]
+        if "to" in rule
+        for port in rule["ports"]
+    }
+    let_in = {
+        (spec["podSelector"]["matchLabels"][COMPONENT], port["port"])
+        for spec in policies
+        for rule in spec.get("ingress", ())
+        for port in rule["ports"]
+    }
+    assert reached == let_in == {("storage", 8080), ("storage", 65432), ("lookup", 8081), ("broker", 8082)}
+    peers = [rule["from"] for spec in policies for rule in spec.get("ingress", ())]
+    assert all(peer == [{"podSelector": own["podSelector"]}] for peer in peers)
+
+
+def test_its_addresses_are_services(chart: Chart) -> None:
+    rendering = chart.render(VALUES)
+    services = {f"{one['metadata']['name']}.inference.svc": one["spec"]["ports"] for one in rendering.of_kind("Service")}
+    for argument in pod_of(rendering)["spec"]["containers"][0]["args"]:
+        if "://" in argument:
+            host, _, port = argument.split("://")[1].split("/")[0].partition(":")
+            assert int(port) in [one["port"] for one in services[host]], argument
+
+
+def test_it_can_be_left_out(chart: Chart) -> None:
+    rendering = chart.render({"releaseTest.enabled": False})
+    assert all(not hooks(rendering, kind) for kind in ("Pod", "ConfigMap", "NetworkPolicy"))
+
+
+@pytest.fixture(scope="module", params=["plain", "mutual TLS"])
+def cluster(
+    chart: Chart, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[Cluster, Rendering, Path]]:
+    """The services of a rendering, which they go by, and their folder."""
+    is_plain = request.param == "plain"
+    rendering = chart.render(VALUES | ({} if is_plain else TLS))
+    folder = tmp_path_factory.mktemp("run")
+    cluster = Cluster(rendering, folder, None if is_plain else Authority(tmp_path_factory.mktemp("authority")))
+    try:
+        cluster.start_all()
+        yield cluster, rendering, folder
+    finally:
+        cluster.stop()
+
+
+def command_of(rendering: Rendering, cluster: Cluster, folder: Path) -> list[str]:
+    """The pod's command, with this machine's addresses and paths: the script is that of the ConfigMap, secrets those of the sidecar."""
+    (script,) = (one["data"]["release_test.py"] for one in hooks(rendering, "ConfigMap"))
+    path = folder / "release_test.py"
+    path.write_text(script, encoding="utf-8")
+    container = pod_of(rendering)["spec"]["containers"][0]
+    assert container["command"] == ["python", "/etc/lmcache/release_test.py"]
+    lm_port = json.loads((folder / "storage" / "ports.json").read_bytes())["lm_port"]
+    places = {
+        "cache-lmcache-storage-headless.inference.svc:65432": f"127.0.0.1:{lm_port}",
+        "cache-lmcache-storage.inference.svc:8080": f"127.0.0.1:{cluster.ports['storage']}",
+        "cache-lmcache-lookup.inference.svc:8081": f"127.0.0.1:{cluster.ports['lookup']}",
+        "cache-lmcache-broker.inference.svc:8082": f"127.0.0.1:{cluster.ports['broker']}",
+        "/run/secrets/": f"{folder}/sidecar/run/secrets/",
+    }
+    arguments = "\n".join(container["args"])
+    for given, here in places.items():
+        assert given in arguments
+        arguments = arguments.replace(given, here)
+    return [sys.executable, str(path), *arguments.splitlines()]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False)
+
+
+def test_a_release_that_works_passes(cluster: tuple[Cluster, Rendering, Path]) -> None:
+    services, rendering, folder = cluster
+    answer = run(command_of(rendering, services, folder))
+    assert answer.returncode == 0, answer.stderr
+    done = [line for line in answer.stdout.splitlines() if line.startswith("ok ")]
+    assert len(done) == len(answer.stdout.splitlines()) == 6
+    held = services.get("storage", "/v1/chunks", "sidecar")
+    assert held["total"] == 0, "nothing stays"
+
+
+def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -> None:
+    services, rendering, folder = cluster
+    wrong = folder / "wrong-token"
+    wrong.write_text("x" * 48, encoding="ascii")
+    command = [f"--token-file={wrong}" if one.startswith("--token-file=") else one for one in command_of(rendering, services, folder)]
+    answer = run(command)
+    assert answer.returncode == 1
+    assert answer.stderr.count("FAILED") == 5, "all but the refusal of who shows none"
+    assert "x" * 48 not in answer.stderr
+
+
+def test_a_service_that_lets_everybody_in_fails(cluster: tuple[Cluster, Rendering, Path]) -> None:
+    """/healthz stands for a service that asks for no token."""
+    services, rendering, folder = cluster
+    command = [one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none") for one in command_of(rendering, services, folder)]
+    answer = run(command)
+    assert answer.returncode == 1
+    assert "/healthz: guarded: it answers 200 without a token, not 401" in answer.stderr
+    assert "/v1/none: guarded: it answers" in answer.stderr
+
+
+def test_without_tokens_it_asks_without(chart: Chart) -> None:
+    arguments = pod_of(chart.render({"auth.enabled": False}))["spec"]["containers"][0]["args"]
+    assert not any(one.startswith("--token-file") for one in arguments)
