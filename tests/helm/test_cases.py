@@ -27,7 +27,7 @@ CASES = {path.name.removesuffix("-values.yaml"): path for path in sorted((HELM_F
 CASES["ha"] = HELM_FOLDER / "lmcache" / "values-ha.yaml"
 CASES["default"] = HELM_FOLDER / "lmcache" / "values.yaml"
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.36", "1.37")
-EXTENSIONS = {"cert-manager.io/v1": {"Certificate"}}
+EXTENSIONS = {"cert-manager.io/v1": {"Certificate", "Issuer"}}
 """Kinds that Kubernetes itself has no schema of; test_tls.py knows their fields."""
 YAMLLINT = str(Path(__file__).parent / "yamllint.yaml")
 
@@ -166,7 +166,7 @@ def test_schema_types_every_value() -> None:
     """Every value has a type, every object refuses unknown names, unless it is a map or one of Kubernetes' own objects."""
     schema = json.loads((HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8"))
     values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
-    open_by_design = {"stringMap", "quantityMap", "tenantQuotas", "connectorOptions"}
+    open_by_design = {"stringMap", "quantityMap", "tenantQuotas", "connectorOptions", "sidecarTemplate"}
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]

@@ -1,6 +1,6 @@
 {{/* Ports are fixed: nothing else runs in the pods, and policies, services and settings must agree on them. */}}
 {{- define "lmcache.ports" -}}
-{storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, health: 8084, sidecarLm: 65433, compat: 65434, redis: 6379, vllm: 8000}
+{storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, health: 8084, sidecarLm: 65433, compat: 65434, redis: 6379, vllm: 8000, webhook: 8443}
 {{- end -}}
 
 {{/* The address that servers listen on. Takes: root. */}}

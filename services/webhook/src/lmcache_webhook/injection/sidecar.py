@@ -62,6 +62,8 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
         },
         "securityContext": _security_context(plan),
         # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the storage takes no vLLM out of service.
+        # When the pod is to end, at once: the drain begins while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
+        "lifecycle": {"preStop": {"exec": {"command": ["python", "-c", "import os, signal; os.kill(1, signal.SIGUSR1)"]}}},
         "startupProbe": _probe(period_s=2, num_failures=150),
         "livenessProbe": _probe(period_s=10, num_failures=6),
         "volumeMounts": _mounts(plan),
@@ -114,7 +116,7 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
         "LMCACHE_SIDECAR_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
     }
     found: list[dict[str, Any]] = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
-    values = {**plan.options.sidecar_options, **_own_options(plan)}
+    values = {"arena_wait_s": str(ARENA_WAIT_S), **plan.options.sidecar_options, **_own_options(plan)}
     return [*found, *({"name": f"LMCACHE_SIDECAR_{name.upper()}", "value": value} for name, value in values.items())]
 
 
@@ -134,7 +136,6 @@ def _own_options(plan: PodPlan) -> dict[str, str]:
         "arena_path": ARENA_PATH,
         "arena_gb": _number(plan.arena_gb),
         "socket_path": SOCKET_PATH,
-        "arena_wait_s": str(ARENA_WAIT_S),
     }
     if plan.disk_gb:
         options |= {"disk_path": f"{DISK_PATH}/chunks", "disk_gb": _number(plan.disk_gb)}

@@ -1,0 +1,121 @@
+{{/* Name of the webhook's objects that belong to no namespace: two releases of one name may live in two namespaces. Takes: root. */}}
+{{- define "lmcache.webhookClusterName" -}}
+{{- printf "%s-%s" .root.Release.Namespace (include "lmcache-common.componentName" (dict "root" .root "component" "webhook")) | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* The Secret that the webhook serves with. Takes: root. */}}
+{{- define "lmcache.webhookSecretName" -}}
+{{- $name := printf "%s-tls" (include "lmcache-common.componentName" (dict "root" .root "component" "webhook")) -}}
+{{- default $name .root.Values.webhook.certificate.existingSecret -}}
+{{- end -}}
+
+{{/* Non-empty where the certificate is made by the chart's own jobs. Takes: root. */}}
+{{- define "lmcache.webhookMakesCertificate" -}}
+{{- $webhook := .root.Values.webhook -}}
+{{- if and $webhook.enabled (not $webhook.certificate.existingSecret) (not $webhook.certificate.certManager.enabled) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- define "lmcache.webhookConfig" -}}
+{{- $ports := include "lmcache.ports" . | fromYaml -}}
+{{- $values := .root.Values -}}
+{{- $webhook := $values.webhook -}}
+host: {{ include "lmcache.anyHost" . | quote }}
+port: {{ $ports.webhook }}
+health_host: {{ include "lmcache.anyHost" . | quote }}
+health_port: {{ $ports.health }}
+tls_cert_file: {{ include "lmcache.tlsPath" . }}/tls.crt
+tls_key_file: {{ include "lmcache.tlsPath" . }}/tls.key
+# API servers show no token; what is answered holds no secret.
+allow_anonymous: true
+sidecar_image: {{ include "lmcache-common.image" (dict "root" .root "image" $values.sidecar.image "own" true) }}
+payload_image: {{ include "lmcache-common.image" (dict "root" .root "image" $values.payload.image "own" true) }}
+image_pull_policy: {{ $values.images.pullPolicy }}
+sidecar_template_file: /etc/lmcache/template.yaml
+memory_overhead_mb: {{ int $values.sidecar.memoryOverheadMi }}
+run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}
+sidecar_options:
+  {{- include "lmcache.webhookSidecarOptions" . | trim | nindent 2 }}
+tenants:
+  {{- include "lmcache.webhookTenants" . | trim | nindent 2 }}
+{{ include "lmcache.setOptions" $webhook.config }}
+{{- end -}}
+
+{{/* What sidecars that are injected have in common with those of `models`. Takes: root. */}}
+{{- define "lmcache.webhookSidecarOptions" -}}
+{{- $values := .root.Values -}}
+{{- if $values.storage.enabled }}
+remote_url: {{ include "lmcache.storageUrl" . }}
+{{- end }}
+{{- include "lmcache.peerSettings" . }}
+{{- if $values.tls.enabled }}
+tls_peer_name: {{ include "lmcache.tlsPeerName" . }}
+{{- if $values.tls.mutual }}
+tls_client_ca_file: /run/secrets/lmcache-tls/ca.crt
+tls_client_cert_file: /run/secrets/lmcache-tls/tls.crt
+tls_client_key_file: /run/secrets/lmcache-tls/tls.key
+{{- end }}
+{{- end }}
+{{- $config := dict -}}
+{{- range $name, $value := omit $values.sidecar.config "arena_gb" "disk_gb" "disk_serde" -}}
+{{- if not (or (kindIs "map" $value) (kindIs "slice" $value)) -}}
+{{- $_ := set $config $name $value -}}
+{{- end -}}
+{{- end }}
+{{ include "lmcache.setOptions" $config }}
+{{- end -}}
+
+{{/* The release's own tenant in its own namespace, then those of the values. Takes: root. */}}
+{{- define "lmcache.webhookTenants" -}}
+{{- $values := .root.Values -}}
+- name: {{ ternary $values.auth.tenant "default" $values.auth.enabled | quote }}
+  namespaces: [{{ .root.Release.Namespace }}]
+  {{- if $values.auth.enabled }}
+  credentials_secret: {{ include "lmcache.authSecretName" . }}
+  {{- end }}
+  keys_secret: {{ include "lmcache.keysSecretName" . }}
+  {{- if $values.tls.enabled }}
+  tls_secret: {{ include "lmcache.tlsSecretName" (dict "root" .root "component" "vllm") }}
+  {{- end }}
+{{- with $values.webhook.tenants }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Laid over each injected sidecar: what the sidecars of `models` ask for, then `webhook.sidecarTemplate`. Takes: root. */}}
+{{- define "lmcache.webhookTemplate" -}}
+{{- $resources := dict "resources" (deepCopy .root.Values.sidecar.resources) -}}
+{{- mergeOverwrite $resources (deepCopy .root.Values.webhook.sidecarTemplate) | toYaml -}}
+{{- end -}}
+
+{{/* Contradictions; part of requirements.yaml. Takes: the root itself. */}}
+{{- define "lmcache.refuseWebhook" }}
+{{- $webhook := .Values.webhook }}
+{{- $certificate := $webhook.certificate }}
+{{- if $webhook.enabled }}
+{{- if and $certificate.existingSecret $certificate.certManager.enabled }}
+{{- fail "webhook.certificate.existingSecret and webhook.certificate.certManager are both set: choose one." }}
+{{- end }}
+{{- if and $certificate.existingSecret (not $certificate.caBundle) }}
+{{- fail "webhook.certificate.existingSecret is set, but webhook.certificate.caBundle is empty: the API server must know whom to trust." }}
+{{- end }}
+{{- if and $certificate.caBundle (not $certificate.existingSecret) }}
+{{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: whoever makes the certificate says whom to trust." }}
+{{- end }}
+{{- if ge (int $certificate.renewDays) (int $certificate.validDays) }}
+{{- fail "webhook.certificate.renewDays is not below validDays: a certificate would be renewed as soon as it is made." }}
+{{- end }}
+{{- if and .Values.tls.enabled .Values.tls.existingCaSecret }}
+{{- fail "webhook.enabled with tls.existingCaSecret: injected sidecars read ca.crt from the Secret of their certificate; put it there." }}
+{{- end }}
+{{- range $webhook.tenants }}
+{{- if and $.Values.tls.enabled (not .tls_secret) }}
+{{- fail (printf "webhook.tenants (%s): tls.enabled is true, but tls_secret is not set: name the Secret with tls.crt, tls.key and ca.crt in its namespaces." .name) }}
+{{- end }}
+{{- if and $.Values.auth.enabled (not .credentials_secret) }}
+{{- fail (printf "webhook.tenants (%s): auth.enabled is true, but credentials_secret is not set: name the Secret with tokens.yaml and sidecar-token in its namespaces." .name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}

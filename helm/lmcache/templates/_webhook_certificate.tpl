@@ -1,0 +1,111 @@
+{{/* Arguments of the command that makes the certificate. Takes: root. */}}
+{{- define "lmcache.webhookCertificateArgs" -}}
+{{- $certificate := .root.Values.webhook.certificate -}}
+- certificate
+- --namespace={{ .root.Release.Namespace }}
+- --secret={{ include "lmcache.webhookSecretName" . }}
+- --service={{ include "lmcache-common.componentName" (dict "root" .root "component" "webhook") }}
+- --configuration={{ include "lmcache.webhookClusterName" . }}
+- --valid-days={{ int $certificate.validDays }}
+- --renew-days={{ int $certificate.renewDays }}
+{{- end -}}
+
+{{/* The pod template that runs it. Takes: root, account (its service account). */}}
+{{- define "lmcache.webhookCertificatePod" -}}
+{{- $webhook := .root.Values.webhook -}}
+{{- $this := dict "root" .root "component" "webhook-cert" "values" $webhook -}}
+metadata:
+  {{- include "lmcache-common.podMetadata" $this | nindent 2 }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ .account }}
+  automountServiceAccountToken: true
+  enableServiceLinks: false
+  securityContext:
+    {{- include "lmcache-common.podSecurityContext" . | nindent 4 }}
+  {{- with .root.Values.images.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $webhook.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $webhook.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: certificate
+      image: {{ include "lmcache-common.image" (dict "root" .root "image" $webhook.image "own" true) }}
+      imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+      args:
+        {{- include "lmcache.webhookCertificateArgs" . | nindent 8 }}
+      securityContext:
+        {{- include "lmcache-common.containerSecurityContext" . | nindent 8 }}
+      resources:
+        {{- toYaml $webhook.resources | nindent 8 }}
+{{- end -}}
+
+{{/* What that may do, with its account: its own Secret and its own configuration. Takes: root, account, annotations (YAML, or empty). */}}
+{{- define "lmcache.webhookCertificateAccess" -}}
+{{- $cluster := printf "%s-%s" .root.Release.Namespace .account | trunc 63 | trimSuffix "-" -}}
+{{- $labels := include "lmcache-common.labels" (dict "root" .root "component" "webhook-cert") -}}
+{{- $metadata := printf "labels:\n%s" (indent 2 $labels) -}}
+{{- with .annotations -}}
+{{- $metadata = printf "%s\nannotations:\n%s" $metadata (indent 2 .) -}}
+{{- end -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ .account }}
+  namespace: {{ .root.Release.Namespace }}
+  {{- $metadata | nindent 2 }}
+automountServiceAccountToken: false
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ .account }}
+  namespace: {{ .root.Release.Namespace }}
+  {{- $metadata | nindent 2 }}
+rules:
+  - apiGroups: [""]
+    resources: [secrets]
+    resourceNames: [{{ include "lmcache.webhookSecretName" . }}]
+    verbs: [get, update]
+  # What does not exist yet has no name to be allowed by.
+  - apiGroups: [""]
+    resources: [secrets]
+    verbs: [create]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ .account }}
+  namespace: {{ .root.Release.Namespace }}
+  {{- $metadata | nindent 2 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: {{ .account }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ .account }}, namespace: {{ .root.Release.Namespace }}}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata:
+  name: {{ $cluster }}
+  {{- $metadata | nindent 2 }}
+rules:
+  - apiGroups: [admissionregistration.k8s.io]
+    resources: [mutatingwebhookconfigurations]
+    resourceNames: [{{ include "lmcache.webhookClusterName" . }}]
+    verbs: [get, patch]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata:
+  name: {{ $cluster }}
+  {{- $metadata | nindent 2 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ $cluster }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ .account }}, namespace: {{ .root.Release.Namespace }}}
+{{- end -}}

@@ -1,0 +1,311 @@
+"""The injection webhook in the chart: what the API server is told, who may do what, and what pods would get from these settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonpatch
+import pytest
+import yaml
+from lmcache_servicekit.settings import load_settings
+from lmcache_sidecar.settings import SidecarSettings
+from lmcache_webhook.app import injection_options
+from lmcache_webhook.injection.injector import review_pod
+from lmcache_webhook.settings import WebhookSettings
+
+from tests.fixtures.pods import plain
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+CASES = ["webhook", "webhook-cert-manager"]
+ON = {"webhook.enabled": True}
+ENCRYPTED = {"tls.enabled": True, "tls.existingSecret": "t"}
+JOBS = ("Job", "CronJob")
+
+
+@pytest.fixture
+def rendering(chart: Chart) -> Rendering:
+    """With a certificate that the chart's own jobs make."""
+    return chart.render(None, chart.path / "ci" / "webhook-values.yaml")
+
+
+def configuration(rendering: Rendering) -> Manifest:
+    [found] = rendering.of_kind("MutatingWebhookConfiguration")
+    return found
+
+
+def settings_of(rendering: Rendering, folder: Path) -> WebhookSettings:
+    """The webhook's own model reads what the pod would see; its paths are moved to `folder`."""
+    data = rendering.get("ConfigMap", "webhook")["data"]
+    (folder / "template.yaml").write_text(data["template.yaml"])
+    config = folder / "config.yaml"
+    config.write_text(data["config.yaml"].replace("/etc/lmcache/", f"{folder}/"))
+    return load_settings(WebhookSettings, config, {})
+
+
+def sidecar_of(rendering: Rendering, folder: Path, namespace: str) -> tuple[Manifest, SidecarSettings, Manifest]:
+    """What a pod of that namespace gets: the pod, and what its sidecar makes of its variables; and the container."""
+    document = plain()
+    outcome = review_pod(injection_options(settings_of(rendering, folder)), document, namespace)
+    assert outcome.verdict == "injected", outcome.reason
+    pod: Manifest = jsonpatch.apply_patch(document, outcome.operations)
+    container = pod["spec"]["initContainers"][-1]
+    fields = {"POD_NAME": "p", "POD_NAMESPACE": namespace, "POD_UID": "u", "POD_IP": "10.1.2.3"}
+    environ = {
+        one["name"]: re.sub(r"\$\((\w+)\)", lambda match: fields[match[1]], one.get("value", fields.get(one["name"], "n")))
+        for one in container["env"]
+    }
+    return pod, load_settings(SidecarSettings, None, environ), container
+
+
+def test_it_is_off_unless_asked_for(chart: Chart) -> None:
+    assert not [one for one in chart.render().manifests if "webhook" in one["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_api_server_never_waits_for_it_in_vain(chart: Chart, case: str) -> None:
+    for webhook in configuration(chart.render(None, chart.path / "ci" / f"{case}-values.yaml"))["webhooks"]:
+        assert webhook["failurePolicy"] == "Ignore"
+        assert webhook["timeoutSeconds"] <= 5
+        assert webhook["sideEffects"] == "None"
+        assert webhook["reinvocationPolicy"] == "IfNeeded"
+        assert webhook["admissionReviewVersions"] == ["v1"]
+        [rule] = webhook["rules"]
+        assert (rule["resources"], rule["operations"]) == (["pods"], ["CREATE"])
+        [spared] = webhook["namespaceSelector"]["matchExpressions"]
+        assert "kube-system" in spared["values"]
+
+
+def test_namespaces_can_be_chosen(chart: Chart) -> None:
+    chosen = ON | {"webhook.namespaceLabels": {"team": "ml"}, "webhook.excludedNamespaces": ["batch"]}
+    for webhook in configuration(chart.render(chosen))["webhooks"]:
+        assert webhook["namespaceSelector"]["matchLabels"] == {"team": "ml"}
+        assert webhook["namespaceSelector"]["matchExpressions"][0]["values"] == ["batch", "kube-system"]
+
+
+def test_only_pods_that_ask_are_sent(rendering: Rendering) -> None:
+    by_label, by_annotation = configuration(rendering)["webhooks"]
+    assert by_label["objectSelector"] == {"matchExpressions": [{"key": "lmcache.io/inject", "operator": "In", "values": ["true"]}]}
+    assert "matchConditions" not in by_label
+    assert by_annotation["objectSelector"]["matchExpressions"][0]["operator"] == "NotIn", "never twice"
+    [condition] = by_annotation["matchConditions"]
+    assert condition["expression"].endswith("object.metadata.annotations['lmcache.io/inject'] == 'true'")
+
+
+def test_the_address_leads_to_the_container(rendering: Rendering, tmp_path: Path) -> None:
+    service = rendering.get("Service", "webhook")
+    [port] = service["spec"]["ports"]
+    pod = rendering.get("Deployment", "webhook")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    [container] = pod["spec"]["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    settings = settings_of(rendering, tmp_path)
+    assert ports == {"https": settings.port, "health": settings.health_port}
+    assert port["targetPort"] == "https"
+    for webhook in configuration(rendering)["webhooks"]:
+        called = webhook["clientConfig"]["service"]
+        assert (called["name"], called["namespace"]) == (service["metadata"]["name"], "inference")
+        assert (called["path"], called["port"]) == ("/mutate", port["port"])
+    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {"health"}
+    for path in (settings.tls_cert_file, settings.tls_key_file, Path("/etc/lmcache")):
+        assert any(str(path).startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
+def test_two_replicas_that_are_not_away_together(rendering: Rendering) -> None:
+    deployment = rendering.get("Deployment", "webhook")["spec"]
+    assert deployment["replicas"] == 2
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert rendering.get("PodDisruptionBudget", "webhook")["spec"]["maxUnavailable"] == 1
+    [spread] = deployment["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def pods_of(rendering: Rendering) -> list[Manifest]:
+    """Pod specifications of everything that is the webhook's."""
+    jobs = [one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"] for one in rendering.of_kind(*JOBS)]
+    return [one["template"]["spec"] for one in [*jobs, rendering.get("Deployment", "webhook")["spec"]]]
+
+
+def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
+    pods = pods_of(rendering)
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        [container] = pod["containers"]
+        context = container["securityContext"]
+        assert context["runAsUser"] == 10001
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        assert "memory" in container["resources"]["limits"]
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, True, False], "who serves asks the cluster nothing"
+
+
+def test_the_jobs_may_write_one_secret_and_one_configuration(rendering: Rendering) -> None:
+    accounts = {one["metadata"]["name"] for one in rendering.of_kind("ServiceAccount")}
+    users = {pod["serviceAccountName"] for pod in pods_of(rendering)}
+    assert users <= accounts
+    secret = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"][1]["secret"]["secretName"]
+    for role in rendering.of_kind("Role"):
+        if "webhook" not in role["metadata"]["name"]:
+            continue
+        named, create = role["rules"]
+        assert (named["resourceNames"], named["verbs"]) == ([secret], ["get", "update"])
+        assert (create["resources"], create["verbs"]) == (["secrets"], ["create"])
+    roles = rendering.of_kind("ClusterRole")
+    assert len(roles) == 2
+    for role in roles:
+        [rule] = role["rules"]
+        assert rule["resourceNames"] == [configuration(rendering)["metadata"]["name"]]
+        assert rule["verbs"] == ["get", "patch"]
+
+
+def test_the_command_names_what_there_is(rendering: Rendering) -> None:
+    for pod in pods_of(rendering)[:2]:
+        command, *arguments = pod["containers"][0]["args"]
+        named = dict(argument.removeprefix("--").split("=") for argument in arguments)
+        assert command == "certificate"
+        assert named["service"] == rendering.get("Service", "webhook")["metadata"]["name"]
+        assert named["configuration"] == configuration(rendering)["metadata"]["name"]
+        assert named["namespace"] == "inference"
+        assert int(named["renew-days"]) < int(named["valid-days"])
+
+
+def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
+    hooks = [
+        one
+        for one in rendering.manifests
+        if "helm.sh/hook" in one["metadata"].get("annotations", {}) and "webhook" in one["metadata"]["name"]
+    ]
+    assert {one["kind"] for one in hooks} == {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Job"}
+    for one in hooks:
+        annotations = one["metadata"]["annotations"]
+        assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(annotations["helm.sh/hook"].split(","))
+        assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), "the account is there before the job"
+
+
+def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:
+    rendering = chart.render(ON | {"fullnameOverride": "r" * 60})
+    for one in rendering.manifests:
+        assert len(one["metadata"]["name"]) <= (52 if one["kind"] in ("CronJob", "StatefulSet") else 63), one["metadata"]["name"]
+
+
+def test_cert_manager_does_it_instead(chart: Chart) -> None:
+    rendering = chart.render(None, chart.path / "ci" / "webhook-cert-manager-values.yaml")
+    assert not rendering.of_kind(*JOBS, "ClusterRole")
+    [certificate] = rendering.of_kind("Certificate")
+    assert configuration(rendering)["metadata"]["annotations"] == {
+        "cert-manager.io/inject-ca-from": f"inference/{certificate['metadata']['name']}"
+    }
+    service = rendering.get("Service", "webhook")["metadata"]["name"]
+    assert f"{service}.inference.svc" in certificate["spec"]["dnsNames"]
+    [issuer] = rendering.of_kind("Issuer")
+    assert certificate["spec"]["issuerRef"]["name"] == issuer["metadata"]["name"]
+    volumes = rendering.get("Deployment", "webhook")["spec"]["template"]["spec"]["volumes"]
+    assert certificate["spec"]["secretName"] in {volume.get("secret", {}).get("secretName") for volume in volumes}
+    theirs = chart.render(
+        ON | {"webhook.certificate.certManager": {"enabled": True, "issuerRef": {"name": "corp", "kind": "ClusterIssuer"}}}
+    )
+    assert not theirs.of_kind("Issuer")
+    assert theirs.of_kind("Certificate")[0]["spec"]["issuerRef"]["kind"] == "ClusterIssuer"
+
+
+def test_an_existing_certificate_is_trusted(chart: Chart) -> None:
+    rendering = chart.render(ON | {"webhook.certificate.existingSecret": "mine", "webhook.certificate.caBundle": "QUJD"})
+    assert [webhook["clientConfig"]["caBundle"] for webhook in configuration(rendering)["webhooks"]] == ["QUJD", "QUJD"]
+    assert not rendering.of_kind(*JOBS, "Certificate")
+
+
+def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_path: Path) -> None:
+    own = yaml.safe_load(rendering.get("ConfigMap", "vllm-llama")["data"]["config.yaml"])
+    pod, settings, container = sidecar_of(rendering, tmp_path, "inference")
+    for name in ("remote_url", "lookup_url", "broker_url", "tenant", "eviction_policy", "drain_timeout_s", "arena_wait_s", "log_format"):
+        assert getattr(settings, name) == own[name], name
+    for name in ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "socket_path"):
+        assert str(getattr(settings, name)) == own[name], name
+    sidecar = rendering.get("Deployment", "vllm-llama")["spec"]["template"]["spec"]["initContainers"][-1]
+    assert container["image"] == sidecar["image"]
+    assert container["lifecycle"] == sidecar["lifecycle"]
+    assert container["resources"]["requests"]["cpu"] == sidecar["resources"]["requests"]["cpu"]
+    assert settings.verify_hot == "always", "from the template"
+    secrets = rendering.of_kind("Secret")
+    sources = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials")["projected"]["sources"]
+    for source in sources:
+        [held] = [one for one in secrets if one["metadata"]["name"] == source["secret"]["name"]]
+        assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
+
+
+def test_other_namespaces_have_their_own_secrets(rendering: Rendering, tmp_path: Path) -> None:
+    pod, settings, _ = sidecar_of(rendering, tmp_path, "team-a-test")
+    assert settings.tenant == "team-a"
+    sources = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "lmcache-credentials")["projected"]["sources"]
+    assert [source["secret"]["name"] for source in sources] == ["lmcache-tokens", "lmcache-keys"]
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_injected_sidecars_encrypt_where_the_others_do(chart: Chart, mutual: bool, tmp_path: Path) -> None:
+    rendering = chart.render(ON | {"tls.enabled": True, "tls.mutual": mutual, "tls.existingSecret": "certificates"})
+    _, settings, container = sidecar_of(rendering, tmp_path, "inference")
+    assert settings.lookup_url is not None
+    assert settings.lookup_url.startswith("https://")
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    files: list[Any] = [settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file]
+    assert (settings.tls_client_ca_file is not None) == mutual
+    if mutual:
+        files += [settings.tls_client_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file]
+    assert all(any(str(path).startswith(mount) for mount in mounts) for path in files)
+    assert settings.allow_plaintext is False
+
+
+def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path) -> None:
+    _, settings, _ = sidecar_of(chart.render(ON | {"auth.enabled": False}), tmp_path, "inference")
+    assert settings.service_token_file is None
+    assert settings.allow_anonymous
+
+
+def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) -> None:
+    found = {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"] for one in rendering.of_kind("NetworkPolicy")}
+    ports = {"storage": 65432, "lookup": 8081, "broker": 8082, "vllm": 65433}
+    for component, port in ports.items():
+        spec = found[f"{component}-injected"]
+        [rule] = spec["ingress"]
+        assert rule["from"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"lmcache.io/injected": "true"}}}]
+        assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
+        assert spec["podSelector"] == found[component]["podSelector"]
+        assert ("Egress" in spec["policyTypes"]) == (component == "vllm"), "pulls go both ways between sidecars"
+    assert found["webhook"]["egress"] == []
+    [served] = found["webhook"]["ingress"]
+    assert served == {"ports": [{"port": 8443, "protocol": "TCP"}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"webhook.certificate.existingSecret": "a"}, "caBundle is empty"),
+        ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
+        ({"webhook.certificate.existingSecret": "a", "webhook.certificate.certManager.enabled": True}, "are both set: choose one"),
+        ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
+        ({"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]}, "credentials_secret is not set"),
+        ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
+        ({"webhook.sidecarTemplate.image": "x"}, "image"),
+        ({"webhook.config.arena_bg": 1}, "arena_bg"),
+        (
+            {
+                "tls.enabled": True,
+                "tls.existingSecret": "t",
+                "webhook.tenants": [{"name": "a", "namespaces": ["b"], "credentials_secret": "c"}],
+            },
+            "tls_secret is not set",
+        ),
+        (ENCRYPTED | {"tls.existingCaSecret": "ca"}, "put it there"),
+    ],
+)
+def test_contradictions_are_refused(chart: Chart, values: Manifest, text: str) -> None:
+    assert text in chart.refuse(ON | values)
