@@ -17,6 +17,8 @@ from lmcache_sidecar.app import create_app as create_sidecar
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_storage.app import create_app as create_storage
 from lmcache_storage.settings import StorageSettings
+from lmcache_webhook.app import create_app as create_webhook
+from lmcache_webhook.settings import WebhookSettings
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "api"
 SERVICES: Mapping[str, Callable[[], FastAPI]] = {
@@ -24,6 +26,7 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
     "lookup": lambda: create_lookup(LookupSettings()),
     "p2p_broker": lambda: create_broker(BrokerSettings()),
     "sidecar": lambda: create_sidecar(SidecarSettings()),
+    "webhook": lambda: create_webhook(WebhookSettings(sidecar_image="lmcache-sidecar", payload_image="lmcache-payload")),
 }
 Json = Mapping[str, Any]
 BOUNDS = {
