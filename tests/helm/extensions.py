@@ -28,6 +28,7 @@ POD_MONITOR = strict(
     jobLabel=TEXT,
     podTargetLabels=many(TEXT),
     selector=strict(["matchLabels"], matchLabels=STRINGS),
+    namespaceSelector=strict(["any"], any={"type": "boolean"}),
     podMetricsEndpoints=many(
         strict(
             ["port"],
@@ -36,6 +37,7 @@ POD_MONITOR = strict(
             scheme={"enum": ["http", "https"]},
             interval=DURATION,
             scrapeTimeout=DURATION,
+            relabelings=many(strict(["targetLabel", "replacement"], targetLabel=TEXT, replacement=TEXT)),
             tlsConfig=strict(
                 [],
                 ca=strict(["secret"], secret=strict(["name", "key"], name=TEXT, key=TEXT)),

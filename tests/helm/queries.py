@@ -10,7 +10,7 @@ import promql_parser
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "inference", "$release": "cache"}
+GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$release": "inference/cache"}
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,7 @@ def test_keda_goes_by_what_the_cache_counts(chart: Chart) -> None:
         assert triggers["prometheus"]["authenticationRef"] == {"name": "prometheus"}
         asked = triggers["prometheus"]["metadata"]
         (selected,) = selectors(asked["query"])
-        assert selected.matchers["namespace"] == "inference"
-        assert selected.matchers["app_kubernetes_io_instance"] == "cache"
+        assert selected.matchers["lmcache_release"] == "inference/cache"
         assert asked["ignoreNullValues"] == "false", "a Prometheus that is away must not empty the cache"
         metrics[one["metadata"]["name"].removeprefix("cache-lmcache-")] = (selected.metric, asked["threshold"])
     assert metrics == {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from lmcache_servicekit.collectors import TIER_EVENTS
+from lmcache_webhook.injection.wishes import INJECTED
 
 from tests.fixtures.exposition import scraped_services
 from tests.fixtures.fake_vllm import imported_connector
@@ -23,6 +24,7 @@ MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
 VALUES: Manifest = {
     "models": [MODEL],
+    "webhook.enabled": True,
     "monitoring.podMonitors.enabled": True,
     "monitoring.rules.enabled": True,
     "monitoring.dashboards.enabled": True,
@@ -30,7 +32,7 @@ VALUES: Manifest = {
 }
 DASHBOARDS = sorted((REPOSITORY / "helm" / "lmcache" / "files" / "dashboards").glob("*.json"))
 RUNBOOKS = REPOSITORY / "docs" / "runbooks.md"
-OF_TARGETS = {"namespace", "pod", "app_kubernetes_io_instance", "app_kubernetes_io_component", "lmcache_model"}
+OF_TARGETS = {"namespace", "pod", "lmcache_release", "lmcache_component", "lmcache_model"}
 """Labels that Prometheus itself and the PodMonitors give."""
 Exposed = dict[str, set[str]]
 """Name of a sample -> its labels; none where there is no sample yet."""
@@ -75,8 +77,7 @@ def check_expression(expression: str, exposed: Exposed) -> None:
     assert found, f"{expression} asks for nothing"
     for one in found:
         assert one.metric in exposed, f"nobody exposes {one.metric}: {expression}"
-        assert one.matchers["namespace"] == "inference", expression
-        assert one.matchers["app_kubernetes_io_instance"] == "cache", expression
+        assert one.matchers["lmcache_release"] == "inference/cache", expression
         labels = exposed[one.metric]
         if labels:
             assert set(one.matchers) - OF_TARGETS <= labels, f"{one.metric} has the labels {labels}: {expression}"
@@ -104,7 +105,7 @@ def test_monitors_find_pods_and_ports(chart: Chart, encrypted: bool, mutual: boo
     rendering = chart.render(VALUES | tls)
     monitors = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("PodMonitor")}
     monitored = {workload["metadata"]["name"] for workload in rendering.workloads()} - {"cache-lmcache-redis"}
-    assert set(monitors) == monitored
+    assert set(monitors) == monitored | {"cache-lmcache-injected"}
     for workload in rendering.workloads():
         name = workload["metadata"]["name"]
         if name not in monitors:
@@ -115,14 +116,35 @@ def test_monitors_find_pods_and_ports(chart: Chart, encrypted: bool, mutual: boo
         ports = {port["name"]: port["containerPort"] for one in containers for port in one.get("ports", [])}
         for endpoint in monitors[name]["podMetricsEndpoints"]:
             assert endpoint["port"] in ports
-            is_https = encrypted and not mutual and "-vllm-" not in name
+            is_https = encrypted and not mutual and "-vllm-" not in name and not name.endswith("-webhook")
             assert endpoint.get("scheme", "http") == ("https" if is_https else "http")
             if is_https:
                 assert endpoint["tlsConfig"]["serverName"] == f"{name}.inference.svc"
                 assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "certificates", "key": "ca.crt"}}
-            policy = next(one["spec"] for one in rendering.of_kind("NetworkPolicy") if is_of(one, template))
-            opened = {port["port"] for rule in policy["ingress"] if rule["from"] == MONITORING for port in rule["ports"]}
+            policy = next(
+                one["spec"] for one in rendering.of_kind("NetworkPolicy") if is_of(one, template) and "Egress" in one["spec"]["policyTypes"]
+            )
+            opened = {port["port"] for rule in policy["ingress"] if rule.get("from") == MONITORING for port in rule["ports"]}
             assert ports[endpoint["port"]] in opened, f"the policy keeps Prometheus from {name}"
+
+
+def test_targets_are_labelled_as_expressions_want(rendering: Rendering) -> None:
+    components = {"cache-lmcache-injected": "vllm", "cache-lmcache-vllm-tiny": "vllm"}
+    for monitor in rendering.of_kind("PodMonitor"):
+        name = monitor["metadata"]["name"]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            given = {one["targetLabel"]: one["replacement"] for one in endpoint["relabelings"]}
+            component = components.get(name, name.removeprefix("cache-lmcache-"))
+            assert given == {"lmcache_release": "inference/cache", "lmcache_component": component}
+
+
+def test_injected_pods_are_found_in_every_namespace(chart: Chart) -> None:
+    spec = chart.render(VALUES).get("PodMonitor", "injected")["spec"]
+    assert spec["namespaceSelector"] == {"any": True}
+    assert spec["selector"] == {"matchLabels": {INJECTED: "true"}}
+    assert [one["port"] for one in spec["podMetricsEndpoints"]] == ["lmcache-health"]
+    names = {one["metadata"]["name"] for one in chart.render(VALUES | {"webhook.enabled": False}).of_kind("PodMonitor")}
+    assert "cache-lmcache-injected" not in names
 
 
 def is_of(policy: Manifest, template: Manifest) -> bool:
@@ -213,7 +235,7 @@ def test_dashboards_are_well_made(path: Any) -> None:
     dashboard = json.loads(path.read_bytes())
     assert dashboard["uid"] == f"lmcache-{path.stem}"
     assert "id" not in dashboard
-    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "namespace", "release"}
+    assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "release"}
     cells: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]

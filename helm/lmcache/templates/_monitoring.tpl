@@ -1,9 +1,14 @@
-{{/* Labels that the PodMonitors give this release's targets, as PromQL matchers. Takes: root. */}}
-{{- define "lmcache.promLabels" -}}
-namespace="{{ .root.Release.Namespace }}",app_kubernetes_io_instance="{{ .root.Release.Name }}"
+{{/* What PodMonitors call this release's targets, wherever their pods are. Takes: root. */}}
+{{- define "lmcache.promRelease" -}}
+{{- printf "%s/%s" .root.Release.Namespace .root.Release.Name -}}
 {{- end -}}
 
-{{/* Head of a PodMonitor and what its targets are labelled with. Takes: root, component, model and name (optional). */}}
+{{/* A PromQL matcher for them. Takes: root. */}}
+{{- define "lmcache.promLabels" -}}
+lmcache_release="{{ include "lmcache.promRelease" . }}"
+{{- end -}}
+
+{{/* Head of a PodMonitor. Takes: root, component, model and name (optional). */}}
 {{- define "lmcache.podMonitorHead" -}}
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
@@ -14,13 +19,17 @@ metadata:
     {{- end }}
 spec:
   jobLabel: app.kubernetes.io/component
-  podTargetLabels: [app.kubernetes.io/instance, app.kubernetes.io/component, lmcache/model]
-  selector:
-    matchLabels:
-      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
 {{- end -}}
 
-{{/* One endpoint of it. Takes: root, port, scheme (optional), tls (optional): its tlsConfig. */}}
+{{/* The pods of this release that it asks. Takes: as above. */}}
+{{- define "lmcache.podMonitorSelector" -}}
+podTargetLabels: [lmcache/model]
+selector:
+  matchLabels:
+    {{- include "lmcache-common.selectorLabels" . | nindent 4 }}
+{{- end -}}
+
+{{/* One endpoint of it. Takes: root, component, port, scheme (optional), tls (optional): its tlsConfig. */}}
 {{- define "lmcache.podMonitorEndpoint" -}}
 - port: {{ .port }}
   path: /metrics
@@ -33,6 +42,9 @@ spec:
   {{- end }}
   interval: {{ .root.Values.monitoring.podMonitors.interval }}
   scrapeTimeout: {{ .root.Values.monitoring.podMonitors.scrapeTimeout }}
+  relabelings:
+    - {targetLabel: lmcache_release, replacement: {{ include "lmcache.promRelease" . }}}
+    - {targetLabel: lmcache_component, replacement: {{ .component }}}
 {{- end -}}
 
 {{/* How Prometheus checks the certificate of a service: pods are asked at their addresses, certificates name the Service. Takes: root, component. */}}
