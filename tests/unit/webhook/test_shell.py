@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -142,5 +143,14 @@ def test_any_text_keeps_every_character(pieces: list[str]) -> None:
 
 
 def test_long_scripts_take_little_time() -> None:
-    for piece in ("vllm serve \\\n", '"', "$(", "'vllm serve ", "\\", "${{"):
-        add_to_servers(piece * (200_000 // len(piece)), WORDS)
+    """As long as a pod may be, and as unkind as they get."""
+    for piece in ("vllm serve \\\n", '"', "$(", "'vllm serve ", "\\", "${{", 'vllm serve "$(', "vllm " + " " * 1000, "-m \\\n", "#\n"):
+        script = piece * (300_000 // len(piece))
+        started = time.process_time()
+        add_to_servers(script, WORDS)
+        add_to_servers(f"vllm serve {script[:100_000]}", WORDS)
+        assert time.process_time() - started < 5, piece
+
+
+def test_calls_in_comments_are_not_counted() -> None:
+    assert add_to_servers("# vllm serve m\n" * (MAX_SERVERS + 1) + "vllm serve m", WORDS) is not None

@@ -17,6 +17,7 @@ OPTION: Final = "--kv-transfer-config"
 SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 MODULES: Final = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"})
 _COMMAND_FLAG: Final = re.compile(r"-[a-z]*c")
+_FLAG_WITH_VALUE: Final = re.compile(r"[-+][a-z]*[oO]|--rcfile|--init-file")
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
 _VLLM_IMAGE: Final = re.compile(r"(?:.*/)?[\w.-]*vllm[\w.-]*(?:[:@].*)?")
 
@@ -121,11 +122,11 @@ def _script_at(line: Sequence[str]) -> int | None:
     for index, word in enumerate(line[:-1]):
         if _base(word) not in SHELLS:
             continue
-        for place in range(index + 1, len(line) - 1):
-            if not line[place].startswith(("-", "+")):
-                break
+        place = index + 1
+        while place < len(line) - 1 and line[place].startswith(("-", "+")):
             if _COMMAND_FLAG.fullmatch(line[place]):
                 return place + 1
+            place += 2 if _FLAG_WITH_VALUE.fullmatch(line[place]) else 1
     return None
 
 

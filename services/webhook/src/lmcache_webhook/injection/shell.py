@@ -6,11 +6,14 @@ quotes, and whether what is in them is evaluated once more.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Final
 
 MAX_SERVERS: Final = 16
+MAX_CALLS: Final = 256
+"""Of which the others are in comments."""
 _SPACE: Final = r"(?:[ \t]|\\\n)"
 _SERVE: Final = re.compile(rf"(?<![\w.-])vllm{_SPACE}+serve(?![\w./=-])")
 _MODULE: Final = re.compile(rf"(?<![\w-])-m{_SPACE}+vllm\.entrypoints\.(?:openai\.api_server|cli\.main{_SPACE}+serve)(?![\w./=-])")
@@ -51,9 +54,13 @@ def add_to_servers(script: str, words: Iterable[str]) -> str | None:
 
 
 def _ends_of_servers(script: str) -> list[int]:
+    # One more than is allowed, so that too many are noticed, and not looked into one by one.
+    matches = [*itertools.islice(_SERVE.finditer(script), MAX_CALLS + 1), *itertools.islice(_MODULE.finditer(script), MAX_CALLS + 1)]
+    if not 1 <= len(matches) <= MAX_CALLS:
+        return []
     around = _surroundings(script)
     places = set()
-    for match in (*_SERVE.finditer(script), *_MODULE.finditer(script)):
+    for match in matches:
         quote = around[match.start()]
         if quote != _COMMENT:
             is_subcommand = match.group().endswith(_SUBCOMMAND)
