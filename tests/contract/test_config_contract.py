@@ -63,6 +63,8 @@ OURS = [
     ("broker_url", None),
     ("peer_token_file", None),
     ("peer_ticket_keys_file", None),
+    ("otlp_endpoint", None),
+    ("trace_sample_ratio", 0.01),
 ]
 # A value of each documented option that differs from its default and from all others, where it can.
 PLACED: dict[str, Any] = {

@@ -38,12 +38,14 @@ def test_the_list_of_common_options_is_known() -> None:
         "instance_id",
         "log_format",
         "log_level",
+        "otlp_endpoint",
         "port",
         "rate_limit_per_tenant",
         "shutdown_grace_s",
         "tls_cert_file",
         "tls_client_ca_file",
         "tls_key_file",
+        "trace_sample_ratio",
     ]
 
 

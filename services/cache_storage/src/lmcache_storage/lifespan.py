@@ -101,7 +101,7 @@ class _Opening:
             limits=limits,
             name=settings.instance_id,
         )
-        await lm_server.open(self._state.tls)
+        await lm_server.open(self._state.tls, self._state.tracer)
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
         self._state.ports["lm_port"] = lm_server.port
         await self._open_compat(store, counters)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from fastapi import APIRouter, FastAPI
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
+from lmcache_core.telemetry.tracing import open_tracer
 
 from lmcache_servicekit.audit import AuditMiddleware
 from lmcache_servicekit.auth import GuardedRoute
@@ -20,6 +21,7 @@ from lmcache_servicekit.health import HealthRegistry, create_health_router
 from lmcache_servicekit.metrics import MetricsMiddleware, create_metrics_router, create_registry
 from lmcache_servicekit.probe_server import ProbeServer
 from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
+from lmcache_servicekit.requests import RequestMiddleware
 from lmcache_servicekit.settings import ServiceSettings
 from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_servicekit.version import version_of
@@ -38,6 +40,10 @@ _PROBLEM_SCHEMA: Final = {
         "title": {"type": "string"},
         "status": {"type": "integer"},
         "detail": {"type": "string"},
+        "request_id": {
+            "type": "string",
+            "description": "The request's `X-Request-Id`, also in log lines.",
+        },
     },
 }
 _PROBLEM_RESPONSE: Final = {
@@ -125,6 +131,7 @@ def create_service_app(
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=bounds.max_body_bytes, overrides=bounds.overrides)
     app.add_middleware(AuditMiddleware, service=distribution, instance=settings.instance_id)
     app.add_middleware(MetricsMiddleware, registry=state.registry)
+    app.add_middleware(RequestMiddleware, state=state)
     install_problem_handlers(app, problems)
     for router in (*routers, create_health_router(state.health), create_metrics_router(state.registry, lambda: state.siblings)):
         app.include_router(router)
@@ -153,6 +160,17 @@ async def _probes_of(state: ServiceState) -> AsyncIterator[None]:
         await probes.close()
 
 
+@asynccontextmanager
+async def _traced(state: ServiceState, distribution: str) -> AsyncIterator[None]:
+    settings = state.settings
+    state.tracer = open_tracer(settings.otlp_endpoint, distribution, settings.instance_id, settings.trace_sample_ratio)
+    try:
+        yield
+    finally:
+        if state.tracer is not None:
+            await asyncio.to_thread(state.tracer.close)
+
+
 def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -166,7 +184,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
         if not tokens.is_anonymous:
             supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
         try:
-            async with _probes_of(state), lifespan(app), contextlib.AsyncExitStack() as more:
+            async with _probes_of(state), _traced(state, app.title), lifespan(app), contextlib.AsyncExitStack() as more:
                 if state.siblings is not None:
                     await state.siblings.open()
                     more.push_async_callback(state.siblings.close)

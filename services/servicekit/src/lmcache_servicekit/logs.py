@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Final, Literal
 
+from lmcache_core.telemetry.request_context import current_request_id
+
 from lmcache_servicekit.audit import AUDIT_LOGGER
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -22,7 +24,7 @@ _HTTP_SERVER: Final = "uvicorn.error"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with `time` in UTC, `level`, `logger`, `message` and, after a failure, `error`."""
+    """One JSON object a line, with `time` in UTC, `level`, `logger`, `message`; `request_id` and `error` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
@@ -33,6 +35,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := current_request_id():
+            line["request_id"] = request_id
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from lmcache_core import errors as core
+from lmcache_core.telemetry.request_context import current_request_id
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -96,7 +97,10 @@ def problem_response(status: int, title: str, kind: str = "about:blank", detail:
         more: Extension members; `headers` is taken as the response's headers.
     """
     headers = more.pop("headers", None)
+    request_id = current_request_id()
     body = {"type": kind, "title": title, "status": status, **({"detail": detail} if detail else {}), **more}
+    if request_id:
+        body["request_id"] = request_id
     return JSONResponse(body, status, headers=headers, media_type=MEDIA_TYPE)
 
 

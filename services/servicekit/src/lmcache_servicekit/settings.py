@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import validate_instance_id
+from lmcache_core.telemetry.tracing import DEFAULT_SAMPLE_RATIO
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -55,6 +56,8 @@ class ServiceSettings(BaseSettings):
         health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a kubelet that cannot reach the other port, or
             has no certificate to show there.
         health_port: Its port; none for no such listener.
+        otlp_endpoint: Collector of traces that takes OTLP over HTTP, `http://host:4318`; None: nothing is traced.
+        trace_sample_ratio: Share of the requests that begin here and are traced; those of traced callers always are.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
@@ -74,6 +77,8 @@ class ServiceSettings(BaseSettings):
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
     health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     health_port: Port | None = None
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
+    trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
 
     @classmethod
     def settings_customise_sources(

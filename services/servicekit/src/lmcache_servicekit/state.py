@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from lmcache_core.security import RateLimiter, TokenTable
+from lmcache_core.telemetry.request_context import Tracer
 from prometheus_client import CollectorRegistry
 
 from lmcache_servicekit.errors import ThrottledError
@@ -31,6 +32,7 @@ class ServiceState:
         tls: What REST and lm:// are encrypted with; None: they are not.
         limiter: How much each tenant may ask; None: as much as it likes.
         only_tenant: Whose service this is; None: everybody's. Callers of other tenants are let in only with the role `admin`.
+        tracer: Traces requests while the app runs; None: nobody does.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each bounds its own time and fails never.
     """
 
@@ -44,6 +46,7 @@ class ServiceState:
     tls: ssl.SSLContext | None = None
     limiter: RateLimiter | None = None
     only_tenant: str | None = None
+    tracer: Tracer | None = None
 
     def admit(self, tenant: str) -> None:
         """Take one request of a tenant's.

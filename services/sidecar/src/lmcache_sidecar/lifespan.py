@@ -112,6 +112,7 @@ class _Opening:
             self._tasks,
             counters,
             keeper.extents,
+            tracer=self._state.tracer,
         )
         socket_server = SocketServer(settings.socket_path, context)
         parts = self._make_parts(context, keeper, tiers, socket_server)
@@ -209,7 +210,7 @@ class _Opening:
             verify_ticket=verifier,
             limits=ServerLimits(admit=self._state.admit),
         )
-        await server.open(self._state.tls)
+        await server.open(self._state.tls, self._state.tracer)
         self._exits.push_async_callback(server.close)
         self._state.ports["lm_port"] = server.port
         parts.distributed_url = settings.distributed_url or distributed_url_of(settings.lm_host, server.port, self._state.tls is not None)

@@ -10,6 +10,7 @@ from lmcache_core.wire import messages
 from lmcache_core.wire.frames import HEADER_BYTES, MAX_META_BYTES, FrameType, parse_header
 from lmcache_core.wire.messages import MAX_BATCH_KEYS, Message, build_frame, parse_meta
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SAMPLES = [
     (messages.Hello(1, 1, ["later"], None, "me"), [1, 1, ["later"], None, "me"]),
     (messages.Hello(1, 3, [], "secret", ""), [1, 3, [], "secret", ""]),
@@ -28,6 +29,7 @@ SAMPLES = [
     (messages.Ping(), []),
     (messages.Pong(), []),
     (messages.ErrorMessage("busy", "later"), ["busy", "later"]),
+    (messages.Context("r-1", TRACEPARENT), ["r-1", TRACEPARENT]),
 ]
 
 

@@ -174,6 +174,12 @@ class LMCacheEngineConfig(DocumentedOptions):
         ),
     )
 
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata=about("Time and failures", "Collector of traces, OTLP over HTTP, `http://host:4318`; none: no traces.", form=NON_EMPTY),
+    )
+    trace_sample_ratio: float = field(default=0.01, metadata=about("Time and failures", "Share of the calls that are traced.", high=1))
+
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.check(getattr(self, option.name))

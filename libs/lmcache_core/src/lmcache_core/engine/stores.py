@@ -48,7 +48,7 @@ def create_chunk_store(
     workers: Workers | None = None,
     client: SidecarClient = NAMELESS,
 ) -> ChunkStore:
-    """The chunk store that the config names; not opened.
+    """The chunk store that the config names; not opened. Traced where the config says so.
 
     Args:
         config: Options.
@@ -59,8 +59,27 @@ def create_chunk_store(
         client: How this process is to the sidecar.
 
     Raises:
-        ConfigError: Embedded mode without an allocator.
+        ConfigError: Embedded mode without an allocator, or traces without the packages that they need.
     """
+    store = _create(config, metadata, memory_allocator, counters, workers, client)
+    if config.otlp_endpoint is None:
+        return store
+    from lmcache_core.engine.traced_store import TracedChunkStore
+    from lmcache_core.telemetry.tracing import open_tracer
+
+    name = client.name or f"engine-{os.getpid()}"
+    tracer = open_tracer(config.otlp_endpoint, "lmcache-engine", name, config.trace_sample_ratio)
+    return store if tracer is None else TracedChunkStore(store, tracer)
+
+
+def _create(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    memory_allocator: MemoryAllocatorInterface | None,
+    counters: Counters,
+    workers: Workers | None,
+    client: SidecarClient,
+) -> ChunkStore:
     if config.sidecar_socket is not None:
         from lmcache_core.sidecar import SidecarChunkStore
 

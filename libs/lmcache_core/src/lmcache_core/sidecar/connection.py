@@ -16,7 +16,20 @@ from msgspec.structs import replace
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
 from lmcache_core.record import HotVerifier
-from lmcache_core.sidecar.messages import LENGTH, LOCKS, Hello, HelloOk, Message, Refused, check_length, decode_answer, encode
+from lmcache_core.sidecar.messages import (
+    CONTEXT,
+    LENGTH,
+    LOCKS,
+    Hello,
+    HelloOk,
+    Message,
+    Refused,
+    check_length,
+    decode_answer,
+    encode,
+    encode_within,
+)
+from lmcache_core.telemetry.request_context import carried
 
 A = TypeVar("A", bound=Message)
 _FIXES: dict[type[Exception], str] = {
@@ -158,7 +171,7 @@ class SidecarConnection:
             raise UnavailableError("the connection to the sidecar is closed")
         try:
             connection.settimeout(_remaining(deadline))
-            connection.sendall(encode(request))
+            connection.sendall(self._encode(request))
             (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
             check_length(length)
             answer = decode_answer(_receive(connection, length, deadline))
@@ -175,6 +188,12 @@ class SidecarConnection:
             kind = VersionError if answer.code == "version" else ProtocolError
             raise kind(f"the sidecar refused {type(request).__name__}: {answer.code}: {answer.message}")
         raise ProtocolError(f"the sidecar answered {type(request).__name__} with {type(answer).__name__}")
+
+    def _encode(self, request: Message) -> bytes:
+        whose, welcome = carried(), self._welcome
+        if whose is None or welcome is None or CONTEXT not in welcome.capabilities:
+            return encode(request)
+        return encode_within(request, whose)
 
     def _close_unless_held(self) -> None:
         connection = self._socket

@@ -26,6 +26,7 @@ from lmcache_core.sidecar.staging_messages import Stage as Stage
 from lmcache_core.sidecar.staging_messages import StageOk as StageOk
 from lmcache_core.sidecar.staging_messages import Unstage as Unstage
 from lmcache_core.sidecar.staging_messages import UnstageOk as UnstageOk
+from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS, Carried
 
 M = TypeVar("M")
 
@@ -36,7 +37,8 @@ LENGTH = struct.Struct("<I")
 STAGE = "stage"
 REJECT = "reject"
 DESCRIBE = "describe"
-CAPABILITIES = (STAGE, REJECT, DESCRIBE)
+CONTEXT = "context"
+CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
 """What is beyond the first messages of version 1: each is said only to a side that has named it."""
 ON_DEVICE = "on_device"
 """The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
@@ -208,6 +210,14 @@ class DescribeOk(Message, frozen=True):
     """Done."""
 
 
+class Within(Message, frozen=True):
+    """A request, as MessagePack, and whose it is, for logs and traces. Answered as the request is. Capability `context`."""
+
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)]
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)]
+    request: bytes
+
+
 class Stats(Message, frozen=True):
     """Ask for the sidecar's figures."""
 
@@ -218,7 +228,7 @@ class StatsOk(Message, frozen=True):
     stats: dict[str, dict[str, int]]
 
 
-Request = Hello | Lookup | Prefetch | Reserve | Commit | Abort | Pin | Release | Reject | Stage | Unstage | Describe | Stats
+Request = Hello | Lookup | Prefetch | Reserve | Commit | Abort | Pin | Release | Reject | Stage | Unstage | Describe | Stats | Within
 _StoreAnswer = ReserveOk | CommitOk | AbortOk
 _LoadAnswer = LookupOk | PrefetchOk | StageOk | UnstageOk | PinOk | ReleaseOk | RejectOk
 Answer = HelloOk | Refused | _StoreAnswer | _LoadAnswer | DescribeOk | StatsOk
@@ -226,6 +236,11 @@ Answer = HelloOk | Refused | _StoreAnswer | _LoadAnswer | DescribeOk | StatsOk
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_within(message: Message, whose: Carried) -> bytes:
+    """As `encode`, with what goes along with the request."""
+    return encode(Within(whose.request_id, whose.traceparent, _ENCODER.encode(message)))
 
 
 def encode(message: Message) -> bytes:

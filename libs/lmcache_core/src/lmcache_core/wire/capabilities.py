@@ -11,6 +11,8 @@ LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
 HANDOVER = "handover"
 """The client is a server that may end, and hands its chunks over then."""
+CONTEXT = "context"
+"""CONTEXT frames are understood."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.security import ClientTls, ShownToken, token_text
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import HANDOVER, ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Remove, RemoveOk
@@ -251,7 +251,7 @@ class LmClient:
             async with asyncio.timeout(self._options.connect_timeout_s):
                 stream = await self._open_stream()
                 connection = ClientConnection(stream, self._name)
-                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER] if self._options.hands_over else [])]
+                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER] if self._options.hands_over else []), CONTEXT]
                 await connection.greet(token_text(self._token), self._options.name, capabilities)
         except BaseException as exc:
             if connection is not None:

@@ -10,9 +10,22 @@ from dataclasses import dataclass
 from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Allocate, Miss
+from lmcache_core.telemetry.request_context import carried
+from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
-from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, ChunkHead, ErrorCode, ErrorMessage, Hello, HelloOk, Message
+from lmcache_core.wire.messages import (
+    VERSION_MAX,
+    VERSION_MIN,
+    ChunkHead,
+    Context,
+    ErrorCode,
+    ErrorMessage,
+    Hello,
+    HelloOk,
+    Message,
+    build_frame,
+)
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -138,11 +151,18 @@ class ClientConnection:
         call.received_before = self._stream.num_received
         self._calls[call.correlation_id] = call
         try:
-            await self._stream.send_message(call.correlation_id, message, *blob)
+            await self._stream.send_message(call.correlation_id, message, *blob, preface=self._preface(call.correlation_id))
         except BaseException:
             self._forget_unsent(call)
             raise
         return call
+
+    def _preface(self, correlation_id: int) -> bytes:
+        """Whose request it is, where that is known and the server wants to know."""
+        own = carried()
+        if own is None or CONTEXT not in self.capabilities:
+            return b""
+        return build_frame(correlation_id, Context(own.request_id, own.traceparent))
 
     async def next_item(self, call: Call) -> Arrival | Message:
         """What comes next for that call.

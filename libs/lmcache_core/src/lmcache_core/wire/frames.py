@@ -46,6 +46,7 @@ class FrameType(IntEnum):
     PONG = 13
     ERROR = 14
     HANDOVER = 15
+    CONTEXT = 16
 
 
 _WITH_BLOB = frozenset({FrameType.CHUNK, FrameType.PUT, FrameType.HANDOVER})
@@ -96,7 +97,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
         raise ProtocolError("not a frame: wrong magic")
     if checksum != _checksum(data):
         raise ProtocolError("a frame header with a wrong checksum")
-    if reserved != _RESERVED or not FrameType.HELLO <= kind <= FrameType.HANDOVER:
+    if reserved != _RESERVED or not FrameType.HELLO <= kind <= FrameType.CONTEXT:
         raise ProtocolError(f"a frame of unknown type {kind}")
     header = FrameHeader(FrameType(kind), correlation_id, meta_bytes, blob_bytes)
     _check_bounds(header)

@@ -12,6 +12,7 @@ import msgspec
 
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.security import ShownToken
+from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.bearer import BearerAuth, context_for
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class JsonHttpClient:
         try:
             async with (
                 asyncio.timeout(limit_s),
-                self._client.stream(method, path, content=content, headers=dict(headers), timeout=limit_s) as response,
+                self._client.stream(method, path, content=content, headers={**headers, **_whose()}, timeout=limit_s) as response,
             ):
                 data = await self._read(response)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
@@ -192,6 +193,12 @@ class JsonHttpClient:
             if len(data) > MAX_RESPONSE_BYTES:
                 raise self.unusable(f"it is longer than {MAX_RESPONSE_BYTES} bytes")
         return bytes(data)
+
+
+def _whose() -> dict[str, str]:
+    """Headers that say whose request it is, where that is known."""
+    own = carried()
+    return {} if own is None else own.headers()
 
 
 def _check_base_url(service: str, base_url: str) -> str:

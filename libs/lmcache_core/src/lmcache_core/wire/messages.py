@@ -18,6 +18,7 @@ from msgspec import Meta
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES
 from lmcache_core.security.names import TENANT_PATTERN
+from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRACEPARENT_CHARS
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 VERSION_MIN = 1
@@ -190,6 +191,19 @@ class Pong(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     frame_type = FrameType.PONG
 
 
+class Context(Message, frozen=True, array_like=True):
+    """Whose request the next frame is, for logs and traces. It has no answer; sent to servers that heed the capability `context`.
+
+    Attributes:
+        request_id: "" for none.
+        traceparent: As the W3C writes it, "" for none.
+    """
+
+    frame_type = FrameType.CONTEXT
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)]
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)]
+
+
 class ErrorMessage(Message, frozen=True, array_like=True):
     """Refuses a request, or with correlation id 0 the connection.
 
@@ -219,6 +233,7 @@ _MESSAGES: tuple[type[Message], ...] = (
     Pong,
     ErrorMessage,
     Handover,
+    Context,
 )
 _DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ import ssl
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.security.handshakes import BoundedContext
+from lmcache_core.telemetry.request_context import Tracer
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.goodbye import end, say_goodbye
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
@@ -45,6 +46,7 @@ class LmServer:
         name: str = ANY_SERVER,
     ) -> None:
         self._service = Service(store, authenticate, verify_ticket, limits or ServerLimits(), name, SparseLog(logger))
+        self._tracer: Tracer | None = None
         self._host = host
         self._wanted_port = port
         self._listener: asyncio.Server | None = None
@@ -65,17 +67,19 @@ class LmServer:
         """Connections that are open now."""
         return len(self._streams)
 
-    async def open(self, tls: ssl.SSLContext | None = None) -> None:
+    async def open(self, tls: ssl.SSLContext | None = None, tracer: Tracer | None = None) -> None:
         """Listen.
 
         Args:
             tls: Encrypts every connection, as `server_context` makes it; None: none is.
+            tracer: Traces requests; None: nobody does.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
         loop = asyncio.get_running_loop()
         limits = self._service.limits
+        self._tracer = tracer
         try:
             self._listener = await loop.create_server(
                 lambda: FrameStream(self._accept),
@@ -111,7 +115,7 @@ class LmServer:
             stream.abort()
 
     async def _serve(self, stream: FrameStream) -> None:
-        session = Session(stream, self._service)
+        session = Session(stream, self._service, self._tracer)
         self._sessions.add(session)
         try:
             await session.run()

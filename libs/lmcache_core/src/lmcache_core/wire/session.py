@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import (
@@ -21,8 +22,10 @@ from lmcache_core.errors import (
 )
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, MissReason
+from lmcache_core.telemetry.request_context import Tracer
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import HANDOVER, Accepts
+from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, Accepts
+from lmcache_core.wire.contexts import Contexts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.goodbye import end, error_message, say_goodbye
 from lmcache_core.wire.handover_log import HandoverLog
@@ -45,12 +48,14 @@ class Session:
     Args:
         stream: The connection.
         service: What is served.
+        tracer: Traces requests; None: nobody does.
     """
 
-    def __init__(self, stream: FrameStream, service: Service) -> None:
+    def __init__(self, stream: FrameStream, service: Service, tracer: Tracer | None = None) -> None:
         self._stream = stream
         self._service = service
         self._served = service.store
+        self._contexts = Contexts(stream, service.limits, tracer)
         self._limits = service.limits
         self._requests = TaskSupervisor("lm-session", 2 * service.limits.max_in_flight)  # those that end are still counted there
         self._free_slots = asyncio.Semaphore(service.limits.max_in_flight)
@@ -119,7 +124,7 @@ class Session:
     def _adapt(self, capabilities: Sequence[str]) -> list[str]:
         """Serve from now on what the client can take; its capabilities that matter here."""
         store = self._service.store
-        offered = set() if self._handovers is None else {HANDOVER}
+        offered = {CONTEXT} if self._handovers is None else {CONTEXT, HANDOVER}
         if isinstance(store, AdaptsToClients):
             self._served = store.for_client(Accepts.said_by(capabilities))
             offered.update(store.offers.capabilities())
@@ -136,6 +141,9 @@ class Session:
         while True:
             await self._free_slots.acquire()
             header = await self._next_header()
+            if header is not None and header.type is FrameType.CONTEXT:
+                await self._contexts.take(header, self._last_id)
+                header = await self._next_header()
             if header is None:
                 return
             self._check_token()
@@ -148,7 +156,8 @@ class Session:
                 message = await self._stream.read_message(header)
                 if header.type in _WITH_RECORD:
                     await self._receive_record(header, message)
-            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message)):
+            work = self._contexts.work(header.type)
+            if not self._requests.start(header.type.name, self._answer(header.correlation_id, message, work)):
                 raise UnavailableError("this session takes no more requests")
             self._num_underway += 1
 
@@ -191,12 +200,14 @@ class Session:
         else:
             await self._intake.receive(header, self._served, message, self._handovers)
 
-    async def _answer(self, correlation_id: int, message: Message) -> None:
+    async def _answer(self, correlation_id: int, message: Message, work: AbstractContextManager[None]) -> None:
         try:
-            await self._dispatch(correlation_id, message)
+            with work:
+                await self._dispatch(correlation_id, message)
         except LMCacheError as exc:
             if self._stream.is_open:
-                await self._refuse(correlation_id, exc)
+                with contextlib.suppress(UnavailableError, TimeoutError):
+                    await self._send(correlation_id, error_message(exc))
         except TimeoutError:
             self._stream.abort()
         except Exception:
@@ -277,10 +288,6 @@ class Session:
         if self._limits.admit is not None:
             self._limits.admit(tenant)
         return tenant
-
-    async def _refuse(self, correlation_id: int, exc: LMCacheError) -> None:
-        with contextlib.suppress(UnavailableError, TimeoutError):
-            await self._send(correlation_id, error_message(exc))
 
     async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
         async with asyncio.timeout(self._limits.transfer_s(sum(len(part) for part in blob))):

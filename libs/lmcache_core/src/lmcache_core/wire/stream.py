@@ -113,9 +113,9 @@ class FrameStream(asyncio.BufferedProtocol):
         await self.readinto(memoryview(meta))
         return parse_meta(header.type, meta)
 
-    async def send_message(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
-        """Send one frame. Raises as `send`."""
-        frame = build_frame(correlation_id, message, sum(len(part) for part in blob))
+    async def send_message(self, correlation_id: int, message: Message, *blob: bytes | memoryview, preface: bytes = b"") -> None:
+        """Send one frame, with nothing between it and its preface. Raises as `send`."""
+        frame = preface + build_frame(correlation_id, message, sum(len(part) for part in blob))
         if blob and len(blob[0]) <= STAGED_READ_BYTES:
             frame += blob[0]
             blob = blob[1:]

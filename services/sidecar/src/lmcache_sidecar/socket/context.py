@@ -8,6 +8,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.memory import SharedArena
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry.request_context import Tracer
 
 from lmcache_sidecar.arena.extents import ReservedExtents, UnrecordedExtents
 from lmcache_sidecar.descriptions import Descriptions
@@ -29,6 +30,7 @@ class SessionContext:
         counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
         extents: Hears of what clients are lent.
         descriptions: Hears how clients name KV.
+        tracer: Traces requests; None: nobody does.
     """
 
     stack: TierStack
@@ -42,3 +44,4 @@ class SessionContext:
     counters: Counters
     extents: ReservedExtents = field(default_factory=UnrecordedExtents)
     descriptions: Descriptions = field(default_factory=Descriptions)
+    tracer: Tracer | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
+from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 from lmcache_sidecar import metrics
@@ -163,9 +164,21 @@ class SocketServer:
         while True:
             await self._answer_one(session, reader, writer)
 
+    async def _answer_of(self, session: Session, request: m.Request) -> m.Answer:
+        """The answer, made within whose request it is, where somebody wants to know."""
+        tracer = self._context.tracer
+        if isinstance(request, m.Within):
+            came, request = Carried.checked(request.request_id, request.traceparent), m.decode_request(request.request)
+        elif tracer is None:
+            return await session.answer(request)
+        else:
+            came = None
+        with working_for(f"sidecar {type(request).__name__}", came, tracer):
+            return await session.answer(request)
+
     async def _answer_one(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with self._requests.next(reader) as request:
-            answer = await session.answer(request)
+            answer = await self._answer_of(session, request)
         writer.write(m.encode(answer))
         await writer.drain()
 

@@ -124,6 +124,8 @@ class Session:
                 return m.UnstageOk()
             case m.Describe():
                 return self._describe(request)
+            case m.Within():
+                raise ProtocolError("a request within another one's context within a context")
             case m.Stats():
                 return m.StatsOk(self._context.stack.stats())
 

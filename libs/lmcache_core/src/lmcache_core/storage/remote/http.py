@@ -20,6 +20,7 @@ from lmcache_core.storage.remote.http_transport import StreamTransport, body_of
 from lmcache_core.storage.remote.record_stream import RecordStream
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
+from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.bearer import BearerAuth, context_for
 
 RECORD_TYPE = "application/vnd.lmcache.record"
@@ -99,6 +100,7 @@ class HttpBackend(StorageBackend):
                 auth=BearerAuth(self._options.token),
                 timeout=self._options.timeout_s,
                 transport=self._transport or StreamTransport(tls, MAX_CONNECTIONS),
+                event_hooks={"request": [_tell_whose]},
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as exc:
@@ -255,6 +257,13 @@ def _read_present(body: bytes, num_keys: int) -> list[bool]:
     if len(present) != num_keys:
         raise ProtocolError(f"{num_keys} keys were answered by {len(present)} booleans")
     return present
+
+
+async def _tell_whose(request: httpx.Request) -> None:
+    """Say whose request it is, where that is known."""
+    own = carried()
+    if own is not None:
+        request.headers.update(own.headers())
 
 
 async def _parts(chunk: Chunk) -> AsyncIterator[bytes]:
