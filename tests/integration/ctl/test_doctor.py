@@ -16,17 +16,11 @@ import pytest
 import redis
 import yaml
 
-from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority, replace
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
-    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
@@ -201,7 +195,7 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             "status": {"phase": "Pending"},
         }
         api.objects = {"deployments": [owner], "persistentvolumeclaims": [claim]}
-        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)})
+        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)}, is_process=True)
         found = ctl.json("doctor", code=1)
         told = {(where, what) for _, where, what in wrong(found, "kubernetes")}
         api.token = "changed"

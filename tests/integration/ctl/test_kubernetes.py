@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
+from tests.fixtures.service_process import running_service
+from tests.fixtures.tls import Authority
 
 PODS = {
     "demo-lmcache-lookup-7d9f8b6c5-x2x4z": ("lookup", "lookup", 8081),
@@ -18,12 +20,6 @@ PODS = {
     "demo-lmcache-storage-1": ("storage-1", "storage", 8080),
     "demo-lmcache-vllm-m-5f6-qwert": ("sidecar", "vllm", 8083),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
-    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -40,7 +36,9 @@ def api(cluster: SmallCluster) -> Iterator[PodsApi]:
 
 def ctl(api: PodsApi, cluster: SmallCluster, directory: Path, *more: str, token: str | None = None) -> Ctl:
     kubeconfig = api.kubeconfig(directory / "kubeconfig", token)
-    return Ctl([f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)})
+    return Ctl(
+        [f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)}, is_process=True
+    )
 
 
 def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
@@ -49,8 +47,8 @@ def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster,
         ("lookup", "ok"), ("broker", "ok"), ("storage", "ok"), ("storage", "ok"), ("sidecar", "ok"),
     ]  # fmt: skip
     assert found[0]["name"] == "demo-lmcache-lookup-7d9f8b6c5-x2x4z"
-    assert found[0]["url"] == "http://demo-lmcache-lookup.ns.svc:8081"
-    assert found[2]["url"] == "http://demo-lmcache-storage.ns.svc:9090", "the port that the pod declares"
+    assert found[0]["url"] == "http://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
+    assert found[2]["url"] == "http://demo-lmcache-storage-0.ns:9090", "the port that the pod declares"
     assert set(api.forwards) == set(PODS)
     assert [path.name for path in tmp_path.iterdir()] == ["kubeconfig"]
 
@@ -84,8 +82,24 @@ def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, clus
     assert ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1).count("no answer within 1 s") == 1
     kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
     kubeconfig.write_text(kubeconfig.read_text().replace(api.url, "http://127.0.0.1:9"))
-    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text("status", code=1)
+    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}, is_process=True).text("status", code=1)
     assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
     assert "context 'there' is not in the kubeconfig: it has here" in Ctl([f"--kubeconfig={kubeconfig}"]).text(
         "status", "--context", "there", code=2
     )
+
+
+def test_pods_that_encrypt(tmp_path: Path) -> None:
+    """As the chart's certificates do, these name localhost, which a forwarded connection ends at."""
+    authority = Authority(tmp_path)
+    pair = authority.sign("pod", "localhost", "demo-lmcache-lookup.ns.svc")
+    environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_TLS_CERT_FILE": str(pair.cert), "LMCACHE_LOOKUP_TLS_KEY_FILE": str(pair.key)}
+    with running_service("lmcache_lookup", tmp_path, environ) as service, pods_api() as api:
+        api.pods.append(pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
+        api.ports["demo-lmcache-lookup-7d9f8b6c5-x2x4z", 8081] = service.ports["port"]
+        secure = Ctl(
+            [f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", f"--tls={authority.file}"], {"HOME": str(tmp_path)}, is_process=True
+        )
+        assert secure.json("status")["services"][0]["url"] == "https://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
+        assert {one["check"] for one in secure.json("doctor")["findings"]} >= {"certificate", "kubernetes"}
+        assert "certificate is not trusted" in secure.text("status", "--tls-name", "elsewhere", code=1)

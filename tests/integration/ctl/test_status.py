@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import yaml
 
-from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.guarded_services import TOKENS, guarded_services, secure
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 3
 NAMES = ["lookup", "broker", "storage-0", "storage-1", "sidecar"]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
-    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:

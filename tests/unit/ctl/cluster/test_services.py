@@ -9,7 +9,6 @@ import pytest
 from lmcache_ctl.cluster.services import Kind, services_of
 from lmcache_ctl.cluster.targets import parse_target
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.kube.pods import service_host
 from lmcache_ctl.settings import CtlSettings
 from lmcache_ctl.sizes import parse_size
 
@@ -57,15 +56,3 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="is no size"):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("pod", "host"),
-    [
-        ("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "demo-lmcache-lookup.ns.svc"),
-        ("demo-lmcache-storage-12", "demo-lmcache-storage.ns.svc"),
-        ("alone", "alone.ns.svc"),
-    ],
-)
-def test_the_service_before_a_pod(pod: str, host: str) -> None:
-    assert service_host(pod, "ns") == host

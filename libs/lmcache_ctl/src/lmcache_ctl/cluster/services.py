@@ -61,7 +61,7 @@ def services_of(settings: CtlSettings) -> list[Service]:
     """The services that the settings name by URL; where they name none, those at the default ports of this machine.
 
     Raises:
-        UsageError: A URL names no host, or an impossible port.
+        UsageError: A URL names no host, an impossible port, or too many addresses.
     """
     if not settings.names_urls:
         return [Service(kind, f"127.0.0.1:{DEFAULT_PORTS[kind]}", f"http://127.0.0.1:{DEFAULT_PORTS[kind]}") for kind in Kind]
@@ -103,4 +103,8 @@ def _addresses(host: str) -> list[str]:
     for family, _, _, _, address in found:
         by_family.setdefault(family, set()).add(str(address[0]))
     most = max(by_family, key=lambda family: len(by_family[family]))
-    return sorted(by_family[most])[:MAX_REPLICAS_OF_A_NAME]
+    if len(by_family[most]) > MAX_REPLICAS_OF_A_NAME:
+        raise UsageError(
+            f"{host} leads to {len(by_family[most])} addresses, and {MAX_REPLICAS_OF_A_NAME} are asked at most: name them one by one"
+        )
+    return sorted(by_family[most])

@@ -19,16 +19,20 @@ CLAIMS: Final = "app.kubernetes.io/component=storage"
 
 def check_objects(settings: CtlSettings) -> list[Finding]:
     """All checks of this module; an API that refuses is a finding."""
-    cluster = Cluster(settings)
+    with Cluster(settings) as cluster:
+        return _of_namespace(cluster, settings.release)
+
+
+def _of_namespace(cluster: Cluster, release: str | None) -> list[Finding]:
     where = f"namespace {cluster.namespace}"
     try:
-        pods = pods_of(cluster, settings.release)
+        pods = pods_of(cluster, release)
     except CtlError as exc:
         return [Finding(Level.ERROR, CHECK, where, str(exc), "see docs/ctl.md, Kubernetes")]
     if not pods:
         return [Finding(Level.ERROR, CHECK, where, f"no pod has the label {OF_THE_CHART}", "give the release's namespace by --namespace")]
     found = [one for pod in pods for one in _of_pod(pod)]
-    return found + list(_of_owners(cluster, settings.release)) + list(_of_claims(cluster, settings.release))
+    return found + list(_of_owners(cluster, release)) + list(_of_claims(cluster, release))
 
 
 def _of_pod(pod: Any) -> Iterator[Finding]:
@@ -64,9 +68,7 @@ def _waits(pod: Any) -> str:
 
 
 def _of_owners(cluster: Cluster, release: str | None) -> Iterator[Finding]:
-    from kubernetes import client
-
-    apps = client.AppsV1Api(cluster.client())
+    apps = cluster.apps
     for what, method in (("deployments", apps.list_namespaced_deployment), ("statefulsets", apps.list_namespaced_stateful_set)):
         try:
             owners = cluster.list(method, what, _selector(release, OF_THE_CHART))
@@ -84,7 +86,7 @@ def _of_owners(cluster: Cluster, release: str | None) -> Iterator[Finding]:
 
 
 def _of_claims(cluster: Cluster, release: str | None) -> Iterator[Finding]:
-    core = cluster.core()
+    core = cluster.core
     try:
         claims = cluster.list(core.list_namespaced_persistent_volume_claim, "persistentvolumeclaims", _selector(release, CLAIMS))
     except CtlError as exc:

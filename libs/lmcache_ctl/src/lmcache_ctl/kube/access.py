@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.settings import CtlSettings
@@ -16,7 +17,7 @@ PAGE: Final = 250
 
 
 class Cluster:
-    """A cluster's API, and one namespace of it.
+    """A cluster's API, and one namespace of it. Enter it, so that its connections are closed.
 
     Args:
         settings: Which kubeconfig, context and namespace.
@@ -29,18 +30,35 @@ class Cluster:
         self.timeout_s = settings.timeout_s
         self.configuration, namespace = _load(settings)
         self.namespace = settings.namespace or namespace
+        self._client = self.client()
+
+    def __enter__(self) -> Self:
+        """Connects when first asked."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the connections."""
+        self._client.close()
 
     def client(self) -> Any:
-        """A `kubernetes.client.ApiClient` of its own."""
+        """A `kubernetes.client.ApiClient` of its own, for streams."""
         from kubernetes import client
 
         return client.ApiClient(self.configuration)
 
+    @property
     def core(self) -> Any:
-        """A `kubernetes.client.CoreV1Api` with a client of its own."""
+        """A `kubernetes.client.CoreV1Api`."""
         from kubernetes import client
 
-        return client.CoreV1Api(self.client())
+        return client.CoreV1Api(self._client)
+
+    @property
+    def apps(self) -> Any:
+        """A `kubernetes.client.AppsV1Api`."""
+        from kubernetes import client
+
+        return client.AppsV1Api(self._client)
 
     def list(self, method: Any, what: str, selector: str) -> list[Any]:
         """All objects of the namespace that a selector matches.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from lmcache_ctl.cluster.services import DEFAULT_PORTS, Kind, Service
+from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube.access import Cluster
 from lmcache_ctl.kube.forward import PodPort
 from lmcache_ctl.settings import CtlSettings
@@ -21,8 +21,8 @@ RELEASE: Final = "app.kubernetes.io/instance"
 SIDECAR_CONTAINERS: Final = frozenset({"sidecar", "lmcache-sidecar"})
 PORT_NAME: Final = "http"
 MAX_FORWARDED: Final = 256
-_OF_A_REPLICA_SET = re.compile(r"-[0-9a-z]+-[0-9a-z]{5}$")
-_OF_A_STATEFUL_SET = re.compile(r"-\d+$")
+FORWARDED_NAME: Final = "localhost"
+"""What certificates of the chart name beside a pod's service: a forwarded connection ends there."""
 
 
 class PodService(NamedTuple):
@@ -40,7 +40,7 @@ def pods_of(cluster: Cluster, release: str | None) -> list[Any]:
     Raises:
         CtlError: The API cannot be reached, or refuses.
     """
-    core = cluster.core()
+    core = cluster.core
     of_release = "" if release is None else f",{RELEASE}={release}"
     found = cluster.list(core.list_namespaced_pod, "pods", OF_THE_CHART + of_release)
     if release is None:
@@ -65,29 +65,28 @@ def forwarded_services(settings: CtlSettings, kinds: Sequence[Kind]) -> Iterator
     """The services of a namespace, each behind a socket in a directory of its own, for as long as the block lasts.
 
     Raises:
-        CtlError: The API cannot be reached, or refuses.
+        CtlError: The API cannot be reached, or refuses, or there are too many.
     """
-    cluster = Cluster(settings)
-    found = [one for one in services_in(pods_of(cluster, settings.release)) if one.kind in kinds][:MAX_FORWARDED]
-    scheme = "http" if settings.tls is None else "https"
     with contextlib.ExitStack() as ways:
-        directory = Path(ways.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
-        services = []
-        for number, one in enumerate(found):
-            url = f"{scheme}://{service_host(one.pod, cluster.namespace)}:{one.port}"
-            path = directory / f"{number}.sock"
-            if not one.problem:
-                ways.enter_context(PodPort(cluster, one.pod, one.port, path))
-            services.append(Service(one.kind, one.pod, url, settings.tls_name, problem=one.problem, socket_path=str(path)))
-        yield services
+        cluster = ways.enter_context(Cluster(settings))
+        yield _forwarded(cluster, settings, kinds, ways)
 
 
-def service_host(pod: str, namespace: str) -> str:
-    """What the certificates of a chart's pod name: the service before it."""
-    owner = _OF_A_REPLICA_SET.sub("", pod)
-    if owner == pod:
-        owner = _OF_A_STATEFUL_SET.sub("", pod)
-    return f"{owner}.{namespace}.svc"
+def _forwarded(cluster: Cluster, settings: CtlSettings, kinds: Sequence[Kind], ways: contextlib.ExitStack) -> list[Service]:
+    found = [one for one in services_in(pods_of(cluster, settings.release)) if one.kind in kinds]
+    if len(found) > MAX_FORWARDED:
+        raise CtlError(f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name a --release")
+    scheme = "http" if settings.tls is None else "https"
+    tls_name = settings.tls_name or FORWARDED_NAME
+    directory = Path(ways.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
+    services = []
+    for number, one in enumerate(found):
+        url = f"{scheme}://{one.pod}.{cluster.namespace}:{one.port}"
+        path = directory / f"{number}.sock"
+        if not one.problem:
+            ways.enter_context(PodPort(cluster, one.pod, one.port, path))
+        services.append(Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path)))
+    return services
 
 
 def _kind(pod: Any) -> Kind | None:

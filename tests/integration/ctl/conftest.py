@@ -1,0 +1,15 @@
+"""One cluster for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fixtures.ctl import SmallCluster, small_cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
+    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -1,0 +1,127 @@
+"""Every command of docs/ctl.md is run as it is written there, against real services."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from lmcache_core.keys import CacheEngineKey
+
+from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
+from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
+from tests.fixtures.sample_service import ADMIN_TOKEN
+from tests.fixtures.sidecar import engine_at
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "ctl.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUM_CHUNKS = 2
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SmallCluster]:
+    """Of its own: the document drains it."""
+    with small_cluster(tmp_path) as running:
+        yield running
+
+
+def documented(kind: str) -> list[str]:
+    return [body for found, body in BLOCK.findall(DOCUMENT.read_text(encoding="utf-8")) if found == kind]
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in documented("sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lmcachectl ")]
+
+
+def get(cluster: SmallCluster, name: str, path: str) -> Any:
+    headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+    return httpx.get(cluster.services[name].url + path, headers=headers, trust_env=False).raise_for_status().json()
+
+
+def filled(cluster: SmallCluster) -> dict[str, str]:
+    """Two chunks are everywhere that a command looks; what the document calls by a variable."""
+    tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)
+    with engine_at(cluster.directory / "s.sock") as engine:
+        engine.store(tokens, kvcaches=random_kv(len(tokens)))
+    (cluster.directory / "ids.txt").write_text(" ".join(str(token) for token in tokens.tolist()))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not get(cluster, "sidecar", "/v1/status")["settled"] or not get(cluster, "storage-0", "/v1/chunks")["chunks"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    key = get(cluster, "storage-0", "/v1/chunks")["chunks"][0]["key"]
+    name = CacheEngineKey.from_url(key)
+    return {
+        "LOOKUP_URL": cluster.services["lookup"].url,
+        "STORAGE_URL": cluster.services["storage-1"].url,
+        "STORAGE_LM_URL": f"lm://127.0.0.1:{cluster.services['storage-1'].ports['lm_port']}",
+        "SIDECAR": "sidecar",
+        "STORAGE": "storage-1",
+        "PEER": "storage-1",
+        "KEY": key,
+        "CHUNK_HASH": name.chunk_hash,
+        "CHUNK_ID": name.chunk_id().hex(),
+    }
+
+
+def settings_beside(cluster: SmallCluster) -> None:
+    """The files that the document names, with these services' addresses."""
+    urls = {
+        kind: [one.url for name, one in cluster.services.items() if name.startswith(kind)]
+        for kind in ("lookup", "broker", "storage", "sidecar")
+    }
+    settings = {f"{kind}_urls": of_kind for kind, of_kind in urls.items()} | {"token_file": str(cluster.directory / "token")}
+    [example] = [body for body in documented("yaml") if body.startswith("# ctl.yaml")]
+    assert set(yaml.safe_load(example)) <= {*settings, "tls"}
+    (cluster.directory / "ctl.yaml").write_text(yaml.safe_dump(settings))
+    (cluster.directory / "sidecar.yaml").write_text(yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01}))
+    (cluster.directory / "lookup.yaml").write_text("workers: 1\n")
+    (cluster.directory / "records").mkdir()
+
+
+def test_every_command_does_what_is_written(cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = filled(cluster)
+    settings_beside(cluster)
+    directory = cluster.directory
+    for file in (directory / "remote-record", *directory.glob("disk/**/*.kvr")):
+        if file.suffix == ".kvr":
+            (directory / "records" / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(directory)
+    with pods_api() as api:
+        for name, component, port in (
+            ("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081),
+            ("demo-lmcache-vllm-m-5f6d7-qwert", "vllm", 8083),
+        ):
+            api.pods.append(pod(name, component, None if component == "vllm" else port, ("sidecar",)))
+            api.ports[name, port] = cluster.services["sidecar" if component == "vllm" else component].ports["port"]
+        (directory / ".kube").mkdir()
+        api.kubeconfig(directory / ".kube" / "config")
+        ctl = Ctl([], {"HOME": str(directory)})
+        run = commands()
+        assert len(run) > 30
+        for words in run:
+            arguments = [string.Template(word).substitute(values) for word in words]
+            in_cluster = "-n" in arguments or "--namespace" in arguments
+            ctl.environ |= {"LMCACHE_CTL_CONFIG": "ctl.yaml"}
+            if in_cluster:
+                ctl.environ["LMCACHE_CTL_CONFIG"] = ""
+                ctl.environ["LMCACHE_CTL_TOKEN_FILE"] = str(directory / "token")
+            ctl.is_process = in_cluster
+            done = ctl.run(*arguments)
+            assert done.stdout, arguments
+
+
+def test_the_role_is_what_is_asked_for() -> None:
+    [role] = [yaml.safe_load(body) for body in documented("yaml") if "kind: Role" in body]
+    allowed = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert {("pods", "list"), ("pods/portforward", "get"), ("pods/portforward", "create")} <= allowed
+    assert all(verb in ("list", "get", "create") for _, verb in allowed)
