@@ -34,7 +34,7 @@ securityContext:
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .values.priorityClassName }}
+{{- with include "lmcache-common.priorityClassName" . }}
 priorityClassName: {{ . }}
 {{- end }}
 {{- with .values.nodeSelector }}
@@ -50,20 +50,29 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
-  {{- include "lmcache-common.topologySpread" . | nindent 2 }}
+  {{- include "lmcache-common.topologySpread" . | trim | nindent 2 }}
 {{- end -}}
 
-{{/* The given constraints, or one soft spread over nodes. Takes: as podSpec. */}}
+{{/* The component's own, or the one that the chart makes for all but the models. Takes: as podSpec. */}}
+{{- define "lmcache-common.priorityClassName" -}}
+{{- if .values.priorityClassName -}}
+{{- .values.priorityClassName -}}
+{{- else if and .root.Values.priorityClass.create (ne .component "vllm") -}}
+{{- include "lmcache-common.createdPriorityClass" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Its name, which the whole cluster shares. Takes: root. */}}
+{{- define "lmcache-common.createdPriorityClass" -}}
+{{- default (printf "%s-%s" .root.Release.Namespace (include "lmcache-common.fullname" .)) .root.Values.priorityClass.name -}}
+{{- end -}}
+
+{{/* The given constraints, or one soft spread over nodes. One that selects no pods is about the component's own. Takes: as podSpec. */}}
 {{- define "lmcache-common.topologySpread" -}}
-{{- if .values.topologySpreadConstraints -}}
-{{ toYaml .values.topologySpreadConstraints }}
-{{- else -}}
-- maxSkew: 1
-  topologyKey: kubernetes.io/hostname
-  whenUnsatisfiable: ScheduleAnyway
-  labelSelector:
-    matchLabels:
-      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+{{- $own := dict "matchLabels" (include "lmcache-common.selectorLabels" . | fromYaml) -}}
+{{- $soft := list (dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway") -}}
+{{- range default $soft .values.topologySpreadConstraints }}
+- {{ ternary . (merge (dict "labelSelector" $own) .) (hasKey . "labelSelector") | toYaml | nindent 2 | trim }}
 {{- end }}
 {{- end -}}
 

@@ -1,0 +1,135 @@
+"""Where pods go, who gives way, and what decorates them: the same for every component."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest, Rendering
+
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+ALL: Manifest = {"models": [MODEL], "webhook.enabled": True}
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+COMPONENTS = ("storage", "lookup", "broker", "webhook", "redis", "modelDefaults")
+TOLERATION = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
+AFFINITY = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+SPREAD = {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+PLACED: Manifest = {
+    "nodeSelector": {"pool": "cache"},
+    "tolerations": [TOLERATION],
+    "affinity": AFFINITY,
+    "topologySpreadConstraints": [SPREAD],
+    "priorityClassName": "first",
+    "podAnnotations": {"example.com/note": "x"},
+    "podLabels": {"example.com/team": "y"},
+    "terminationGracePeriodSeconds": 1234,
+}
+EXTRA: Manifest = {
+    "extraEnv": [{"name": "TZ", "value": "UTC"}],
+    "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+}
+
+
+def workload_of(rendering: Rendering, component: str) -> Manifest:
+    name = "vllm-tiny" if component == "modelDefaults" else component
+    return next(one for one in rendering.workloads() if one["metadata"]["name"] == f"cache-lmcache-{name}")
+
+
+def given(component: str, values: Manifest) -> Manifest:
+    return ALL | {f"{component}.{name}": value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_pods_are_placed_as_told(chart: Chart, component: str) -> None:
+    template = workload_of(chart.render(given(component, PLACED)), component)["spec"]["template"]
+    spec, labels = template["spec"], template["metadata"]["labels"]
+    for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "terminationGracePeriodSeconds"):
+        assert spec[field] == PLACED[field], field
+    assert template["metadata"]["annotations"]["example.com/note"] == "x"
+    assert labels["example.com/team"] == "y"
+    (constraint,) = spec["topologySpreadConstraints"]
+    selected = constraint.pop("labelSelector")["matchLabels"]
+    assert constraint == SPREAD
+    assert selected.items() <= labels.items(), "a constraint that selects no pods spreads nothing"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_by_default_pods_spread_over_nodes_if_they_can(chart: Chart, component: str) -> None:
+    (constraint,) = workload_of(chart.render(ALL), component)["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert constraint["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
+    own = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
+    template = workload_of(chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup")["spec"]["template"]
+    assert template["spec"]["topologySpreadConstraints"] == [own]
+
+
+@pytest.mark.parametrize("component", [one for one in COMPONENTS if one != "redis"])
+def test_containers_get_what_is_extra(chart: Chart, component: str) -> None:
+    spec = workload_of(chart.render(given(component, EXTRA)), component)["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    assert EXTRA["extraEnv"][0] in container["env"]
+    assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert EXTRA["extraVolumes"][0] in spec["volumes"]
+
+
+@pytest.mark.parametrize("component", [*COMPONENTS, "sidecar", "payload"])
+def test_a_digest_wins_everywhere(chart: Chart, component: str) -> None:
+    images = [container["image"] for _, container in chart.render(given(component, {"image.digest": DIGEST})).containers()]
+    assert [image for image in images if image.endswith(f"@{DIGEST}")], component
+
+
+def test_pull_secrets_are_every_pods(chart: Chart) -> None:
+    rendering = chart.render(ALL | {"images.pullSecrets": [{"name": "registry"}]})
+    specs = [*(pod for _, pod in rendering.pods()), *(one["spec"] for one in rendering.of_kind("Pod"))]
+    specs += [one["spec"]["template"]["spec"] for one in rendering.of_kind("Job")]
+    assert len(specs) >= 8
+    assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs)
+
+
+def test_a_class_of_priority_is_made_for_all_but_the_models(chart: Chart) -> None:
+    rendering = chart.render(ALL | {"priorityClass.create": True, "lookup.priorityClassName": "own"})
+    (made,) = rendering.of_kind("PriorityClass")
+    assert made["metadata"]["name"] == "inference-cache-lmcache"
+    assert "namespace" not in made["metadata"]
+    assert made["globalDefault"] is False
+    found = {name.removeprefix("cache-lmcache-"): pod.get("priorityClassName") for name, pod in rendering.pods()}
+    assert found == dict.fromkeys(("storage", "broker", "webhook", "redis"), made["metadata"]["name"]) | {
+        "lookup": "own",
+        "vllm-tiny": None,
+    }
+
+
+def test_without_it_priorities_are_the_clusters(chart: Chart) -> None:
+    rendering = chart.render(ALL)
+    assert rendering.of_kind("PriorityClass") == []
+    assert all("priorityClassName" not in pod for _, pod in rendering.pods())
+
+
+@pytest.mark.parametrize("component", ["storage", "lookup", "broker", "webhook", "modelDefaults"])
+def test_each_has_a_budget_that_selects_its_pods(chart: Chart, component: str) -> None:
+    rendering = chart.render(given(component, {"podDisruptionBudget.maxUnavailable": 2}))
+    workload = workload_of(rendering, component)
+    budget = next(one for one in rendering.of_kind("PodDisruptionBudget") if one["metadata"]["name"] == workload["metadata"]["name"])
+    assert budget["spec"]["maxUnavailable"] == 2
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    selected = budget["spec"]["selector"]["matchLabels"].items()
+    assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
+    others = [one for one in rendering.workloads() if one is not workload]
+    assert not any(selected <= one["spec"]["template"]["metadata"]["labels"].items() for one in others)
+
+
+def test_the_ha_values_leave_no_single_point(chart: Chart) -> None:
+    rendering = chart.render({"webhook.enabled": True}, chart.path / "values-ha.yaml")
+    scaled = {one["spec"]["scaleTargetRef"]["name"]: one["spec"]["minReplicas"] for one in rendering.of_kind("HorizontalPodAutoscaler")}
+    for workload in rendering.workloads():
+        name = workload["metadata"]["name"]
+        assert workload["spec"].get("replicas", scaled.get(name, 1)) >= 2, name
+        keys = {one["topologyKey"] for one in workload["spec"]["template"]["spec"]["topologySpreadConstraints"]}
+        assert keys == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}, name
+    assert not [one for one in rendering.workloads() if one["metadata"]["name"].endswith("-redis")]
