@@ -89,9 +89,11 @@ class Chart:
         command = [str(self.helms[helm]), *arguments, "--kubeconfig", "/nonexistent"]
         return subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False)
 
-    def template(self, values: Manifest | None, files: tuple[Path, ...], helm: str) -> subprocess.CompletedProcess[str]:
-        """`helm template` with values files and, over them, values."""
-        arguments = ["template", RELEASE, str(self.path), "--namespace", NAMESPACE]
+    def template(
+        self, values: Manifest | None, files: tuple[Path, ...], helm: str, command: tuple[str, ...] = ("template",)
+    ) -> subprocess.CompletedProcess[str]:
+        """`helm template`, or another command, with values files and, over them, values."""
+        arguments = [*command, RELEASE, str(self.path), "--namespace", NAMESPACE]
         for file in files:
             arguments += ["--values", str(file)]
         for name, value in (values or {}).items():

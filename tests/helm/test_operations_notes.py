@@ -1,0 +1,88 @@
+"""What the chart says after an installation: what to do next, for exactly what was chosen."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.helm.test_cases import CASES
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest
+
+MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
+
+
+def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -> str:
+    """Helm 3 shows them to those with a cluster alone."""
+    answer = chart.template(values, (CASES[case],), "helm4", command=("install", "--dry-run=client"))
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.split("\nNOTES:\n")[1]
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_they_name_what_is_there_and_nothing_else(chart: Chart, case: str) -> None:
+    text, rendering = notes(chart, case=case), chart.render(None, CASES[case])
+    ports = {one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]} for one in rendering.of_kind("Service")}
+    named = re.findall(r"^(?:Storage|Lookup|Broker|Model) +(\S+):(\d+)", text, re.MULTILINE)
+    assert all(int(port) in ports[name] for name, port in named)
+    expected = {name for name in ports if not name.endswith(("-headless", "-sidecars", "-redis", "-webhook"))}
+    assert {name for name, _ in named} == expected
+    for kind, name in re.findall(r" (service|statefulset|secret)[ /]([a-z0-9-]+)", text):
+        assert any(one["kind"].lower() == kind and one["metadata"]["name"] == name for one in rendering.manifests), name
+    assert "\n\n\n" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_the_first_model_can_be_asked(chart: Chart) -> None:
+    text = notes(chart, {"models": [MODEL, MODEL | {"name": "other"}]})
+    assert "port-forward service/cache-lmcache-vllm-tiny 8000" in text
+    assert "curl http://localhost:8000/v1/completions" in text
+    assert '"model": "example/tiny-llama"' in text
+    assert "curl -k https://" in notes(chart, {"models": [MODEL | {"tls": {"existingSecret": "door"}}]})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "Nobody uses the cache yet"),
+        ({"webhook.enabled": True}, "No models here: a pod that runs vLLM gets the cache by the label"),
+        ({"webhook.enabled": True, "models": [MODEL]}, "Pods of other charts that run vLLM get the cache by the label"),
+        ({}, "helm test -n inference cache --logs"),
+        ({}, "get secret cache-lmcache-auth"),
+        ({"auth.existingSecret": "house"}, "a token of house"),
+        ({}, "scale statefulset cache-lmcache-storage --replicas 3"),
+        ({}, "tls.enabled is false: tokens and chunks pass between the pods unencrypted"),
+        ({"auth.enabled": False}, "WARNING: auth.enabled is false"),
+        ({"networkPolicy.enabled": False}, "networkPolicy.enabled is false"),
+        ({"storage.persistence.enabled": False}, "storage.persistence.enabled is false"),
+        ({}, "The bundled Redis is for trying"),
+        ({"monitoring.rules.enabled": True}, "Alerts lead to docs/runbooks.md"),
+        ({"storage.compat.enabled": True, "storage.compat.clientsFrom": [{"podSelector": {}}]}, "WARNING: storage.compat.enabled"),
+        ({"tls.enabled": True, "tls.existingSecret": "c"}, "https://localhost:8082/"),
+    ],
+)
+def test_said(chart: Chart, values: Manifest, said: str) -> None:
+    assert said in notes(chart, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "unsaid"),
+    [
+        ({"models": [MODEL]}, "Nobody uses the cache yet"),
+        ({"models": [MODEL]}, "lmcache.io/inject"),
+        ({"releaseTest.enabled": False}, "helm test"),
+        ({"auth.enabled": False}, "get secret"),
+        ({"auth.enabled": False}, "tls.enabled is false"),
+        ({"auth.existingSecret": "house"}, "get secret"),
+        ({"storage.replicaCount": 3}, "kubectl -n inference scale"),
+        ({"storage.autoscaling.enabled": True}, "kubectl -n inference scale"),
+        ({"tls.enabled": True, "tls.existingSecret": "c"}, "http://localhost:8082/"),
+        ({"redis.enabled": False, "externalRedis.url": "redis://r:6379"}, "bundled Redis"),
+        ({"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}, "in a browser"),
+    ],
+)
+def test_unsaid(chart: Chart, values: Manifest, unsaid: str) -> None:
+    assert unsaid not in notes(chart, values)
