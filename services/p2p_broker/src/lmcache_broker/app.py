@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
 
 from lmcache_broker.lifespan import create_lifespan
-from lmcache_broker.peers.routes import page_router
+from lmcache_broker.overview.routes import router as overview_router
+from lmcache_broker.page.routes import create_page_router
 from lmcache_broker.peers.routes import router as peers_router
 from lmcache_broker.settings import BrokerSettings, load_ticket_keys
 from lmcache_broker.transfers.routes import router as transfers_router
@@ -24,5 +25,7 @@ def create_app(settings: BrokerSettings) -> FastAPI:
         ConfigError: One of them cannot be read or is wrong.
     """
     lifespan = create_lifespan(settings, load_ticket_keys(settings))
-    routers = [peers_router, transfers_router, page_router]
-    return create_service_app(settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES)
+    routers = [peers_router, transfers_router, overview_router]
+    app = create_service_app(settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES)
+    app.include_router(create_page_router())  # not among those that have to let callers in: its files are the same for everybody
+    return app

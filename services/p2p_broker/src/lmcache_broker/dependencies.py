@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE
 from lmcache_core.security import Principal
 
+from lmcache_broker.overview.service import Overview
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.peers.schemas import CopyView
 from lmcache_broker.settings import BrokerSettings
@@ -25,6 +26,7 @@ class BrokerParts:
     registry: PeerRegistry
     desk: TransferDesk
     hot: HotChunks
+    overview: Overview
 
     async def copies_for(self, principal: Principal, peer_id: str) -> list[CopyView]:
         """What a peer is to copy to others, as this broker and the others want it; it is told once."""

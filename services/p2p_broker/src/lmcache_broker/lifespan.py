@@ -16,6 +16,7 @@ from lmcache_servicekit.state import service_state
 from lmcache_broker.dependencies import BrokerParts
 from lmcache_broker.discovery import create_discovery
 from lmcache_broker.metrics import BrokerCollector, DiscoveryCollector
+from lmcache_broker.overview.service import Overview
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.registry import REFRESH_INTERVAL_S, PeerRegistry
 from lmcache_broker.peers.service import PeerDirectory, PeerLimits
@@ -44,8 +45,10 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         desk = TransferDesk(transfers, hot)
         state = service_state(app)
         state.registry.register(BrokerCollector(registry, desk, transfers.figures, hot))
-        app.state.broker = BrokerParts(settings, registry, desk, hot)
+        overview = Overview(registry, hot, settings.history_interval_s)
+        app.state.broker = BrokerParts(settings, registry, desk, hot, overview)
         tasks = TaskSupervisor("broker")
+        tasks.repeat("sample", overview.sample, settings.history_interval_s)
         if settings.redis_url is not None:
             tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
             state.health.add("redis", registry.ping, timeout_s=settings.redis_timeout_ms / 1000, required=False)

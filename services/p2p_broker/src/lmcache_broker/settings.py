@@ -33,6 +33,7 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
         max_pulls_per_peer: Pulls that one peer serves at once.
         hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further holders; 0: never.
         hot_chunk_copies: How many it should have then.
+        history_interval_s: Length of the intervals that the web page shows; the last 360 of them.
         redis_timeout_ms: Limit on each call to Redis; after it this broker answers from its own memory.
     """
 
@@ -49,6 +50,7 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
     max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
     hot_chunk_pulls: int = Field(default=16, ge=0, le=1_000_000)
     hot_chunk_copies: int = Field(default=3, ge=1, le=16)
+    history_interval_s: float = Field(default=10.0, ge=1.0, le=60.0, allow_inf_nan=False)
     redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
 
     @field_validator("ticket_keys")

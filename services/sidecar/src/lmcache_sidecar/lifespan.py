@@ -38,6 +38,7 @@ from lmcache_servicekit.tier_settings import BYTES_PER_GB
 from lmcache_sidecar.arena import ArenaKeeper, open_arena
 from lmcache_sidecar.explainer import Explainer
 from lmcache_sidecar.handover import BrokerWishes, Copier, Drain, Handover, HandoverDoor, LocalChunks, PeerSource, RemoteSource, TakerSource
+from lmcache_sidecar.heartbeat import HeartbeatFigures
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.load import machine_load
 from lmcache_sidecar.metrics import DESCRIBED
@@ -45,6 +46,7 @@ from lmcache_sidecar.parts import SidecarParts
 from lmcache_sidecar.run_directory import make_private
 from lmcache_sidecar.settings import SidecarSettings, default_arena_directory, default_run_directory
 from lmcache_sidecar.socket import SessionContext, SocketServer
+from lmcache_sidecar.sole import MEASURE_INTERVAL_S, SoleBytes
 from lmcache_sidecar.tiers import SidecarTiers, TierMaker
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class _Opening:
         self._lookup: LookupClient | None = None
         self._broker: BrokerClient | None = None
         self._wishes: BrokerWishes | None = None
+        self._sole: SoleBytes | None = None
 
     async def open(self) -> SidecarParts:
         settings = self._settings
@@ -117,7 +120,7 @@ class _Opening:
         socket_server = SocketServer(settings.socket_path, context)
         parts = self._make_parts(context, keeper, tiers, socket_server)
         await self._open_peer_server(parts, codecs, counters)
-        await self._join(parts)
+        await self._join(parts, counters)
         await socket_server.open()
         self._exits.push_async_callback(socket_server.close)
         keeper.start(self._tasks, tiers.hot, self._announcer, counters)
@@ -138,6 +141,9 @@ class _Opening:
         listed = next((tier for tier in tiers.local if isinstance(tier, LocalDiskBackend)), None)
         chunks = LocalChunks(settings.tenant, tiers.hot, listed, tiers.disk)
         handover = Handover(chunks, sources, settings.tier_timeout_s, counters)
+        if holders is not None:
+            self._sole = SoleBytes(chunks, tiers.remote, holders, settings.tier_timeout_s)
+            self._tasks.repeat("sole-bytes", self._sole.measure, MEASURE_INTERVAL_S)
         drain = Drain(settings.drain_timeout_s, stack, handover, self._tasks, counters)
         if peers is not None:
             self._wishes = BrokerWishes(drain, Copier(chunks, peers.connect, self._tasks, settings.tier_timeout_s, counters))
@@ -215,7 +221,7 @@ class _Opening:
         self._state.ports["lm_port"] = server.port
         parts.distributed_url = settings.distributed_url or distributed_url_of(settings.lm_host, server.port, self._state.tls is not None)
 
-    async def _join(self, parts: SidecarParts) -> None:
+    async def _join(self, parts: SidecarParts, counters: Counters) -> None:
         """Become known to lookup and broker, in the background: neither is waited for."""
         if self._lookup is None or self._broker is None:
             return
@@ -232,7 +238,8 @@ class _Opening:
             zone=settings.zone,
             node=settings.node,
         )
-        parts.registration = PeerRegistration(self._broker, peer, machine_load, listener=self._wishes)
+        figures = HeartbeatFigures(parts.tiers, counters, self._sole)
+        parts.registration = PeerRegistration(self._broker, peer, machine_load, listener=self._wishes, figures=figures)
         for part in (parts.reporter, parts.registration):
             await part.open()
             self._exits.push_async_callback(part.close)

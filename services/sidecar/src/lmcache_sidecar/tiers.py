@@ -8,6 +8,7 @@ from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.p2p.pull_parts import PulledBytes
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
@@ -36,6 +37,7 @@ class SidecarTiers:
         written: Those of them that every new chunk is written to.
         disk: The disk tier without what stands before it in case it fails; None without one.
         remote: The same of the remote tier.
+        pulled: What came from peers; None without them.
     """
 
     hot: LocalCPUBackend
@@ -44,6 +46,7 @@ class SidecarTiers:
     written: tuple[StorageBackend, ...]
     disk: StorageBackend | None = None
     remote: StorageBackend | None = None
+    pulled: PulledBytes | None = None
 
 
 class TierMaker:
@@ -87,10 +90,19 @@ class TierMaker:
         decoded = None if disk is None else EncodedBackend(disk, self._codecs, settings.disk_serde, seals=True)
         remote = None if settings.remote_url is None else self._remote(settings.remote_url, lookup)
         on_disk = () if decoded is None else (self._guarded(decoded),)
-        peers = () if lookup is None or broker is None else (self._guarded(self._peers(lookup, broker)),)
+        pulling = None if lookup is None or broker is None else self._peers(lookup, broker)
+        peers = () if pulling is None else (self._guarded(self._decoded(pulling)),)
         distant = () if remote is None else (self._guarded(remote),)
         local = (hot,) if disk is None else (hot, disk)
-        return SidecarTiers(hot, local, (*on_disk, *peers, *distant), (*on_disk, *distant), decoded, remote)
+        return SidecarTiers(
+            hot,
+            local,
+            (*on_disk, *peers, *distant),
+            (*on_disk, *distant),
+            decoded,
+            remote,
+            pulled=None if pulling is None else pulling.pulled,
+        )
 
     def _disk(self) -> LocalDiskBackend | None:
         settings = self._settings
@@ -105,13 +117,15 @@ class TierMaker:
             limits=settings.disk_limits,
         )
 
-    def _peers(self, lookup: LookupClient, broker: BrokerClient) -> StorageBackend:
+    def _peers(self, lookup: LookupClient, broker: BrokerClient) -> P2PBackend:
         """They encode as they are set; what is taken from them is what this sidecar would send."""
         settings = self._settings
         accepts = self._accepts(settings.peer_serde)
         pool = PeerPool(settings.instance_id, PEER_TIER, settings.tier_timeout_s, accepts=accepts, tls=self._tls)
-        peers = P2PBackend(settings.instance_id, lookup, broker, pool)
-        return EncodedBackend(peers, self._codecs, accepts_lossy=accepts.lossy, seals=True)
+        return P2PBackend(settings.instance_id, lookup, broker, pool)
+
+    def _decoded(self, peers: P2PBackend) -> StorageBackend:
+        return EncodedBackend(peers, self._codecs, accepts_lossy=self._accepts(self._settings.peer_serde).lossy, seals=True)
 
     def _remote(self, url: str, lookup: LookupClient | None) -> StorageBackend:
         settings = self._settings

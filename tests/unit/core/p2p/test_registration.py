@@ -1,10 +1,11 @@
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import BrokerClient, CopyOrder, DrainReport, Lease, Peer, PeerRegistration
+from lmcache_core.p2p import BrokerClient, CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerRegistration
 
 PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
 
@@ -20,12 +21,21 @@ class FakeBroker(BrokerClient):
         self.loads: list[float] = []
         self.asked: list[int | None] = []
         self.num_calls = 0
+        self.figures: list[PeerFigures | None] = []
         self.drained = False
         self.heeds_wishes = True
 
     async def register(
-        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+        self,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int | None,
+        draining: bool = False,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
     ) -> Lease:
+        self.figures.append(figures)
         self.num_calls += 1
         if self.away:
             raise UnavailableError("away")
@@ -113,6 +123,16 @@ async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
     await registration.close()
 
 
+async def test_figures_are_read_anew_for_each_renewal() -> None:
+    broker = FakeBroker()
+    counts = itertools.count()
+    registration = PeerRegistration(broker, PEER, ttl_ms=150, figures=lambda: PeerFigures(requested_chunks=next(counts)))
+    await registration.open()
+    await until(lambda: len(broker.figures) >= 3)
+    await registration.close()
+    assert broker.figures[:3] == [PeerFigures(requested_chunks=i) for i in range(3)]
+
+
 async def test_drain_does_not_wait_for_the_next_renewal() -> None:
     broker = FakeBroker()
     broker.ttl_ms = 600_000
@@ -193,7 +213,14 @@ class WishingBroker(FakeBroker):
         self.reports: list[DrainReport | None] = []
 
     async def register(
-        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+        self,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int | None,
+        draining: bool = False,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
     ) -> Lease:
         self.reports.append(drain)
         lease = await super().register(peer, load=load, ttl_ms=ttl_ms, draining=draining)

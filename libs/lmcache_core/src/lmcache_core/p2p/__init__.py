@@ -2,6 +2,7 @@
 
 from lmcache_core.p2p.broker_client import BrokerClient
 from lmcache_core.p2p.distributed_url import DistributedUrl, distributed_url_of, is_encrypted, parse_distributed_url
+from lmcache_core.p2p.figures import PeerFigures, TierFigures
 from lmcache_core.p2p.messages import Assignment, CopyOrder, DrainReport, HeldBy, Lease, Peer, PeerKind, PeerStatus
 from lmcache_core.p2p.registration import LeaseListener, PeerRegistration
 
@@ -15,8 +16,10 @@ __all__ = [
     "LeaseListener",
     "Lease",
     "Peer",
+    "PeerFigures",
     "PeerKind",
     "PeerStatus",
+    "TierFigures",
     "DistributedUrl",
     "distributed_url_of",
     "is_encrypted",

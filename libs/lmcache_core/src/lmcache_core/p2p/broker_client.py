@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import httpx
 
 from lmcache_core.p2p.distributed_url import parse_distributed_url
+from lmcache_core.p2p.figures import PeerFigures
 from lmcache_core.p2p.messages import (
     CHUNK_ID_BYTES,
     MAX_CHUNKS_PER_TRANSFER,
@@ -66,7 +67,14 @@ class BrokerClient:
         await self._http.close()
 
     async def register(
-        self, peer: Peer, *, load: float, ttl_ms: int | None, draining: bool = False, drain: DrainReport | None = None
+        self,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int | None,
+        draining: bool = False,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
     ) -> Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten everything takes as well.
 
@@ -76,13 +84,14 @@ class BrokerClient:
             ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
             draining: The peer wants no new pulls.
             drain: How far it is on its way to its end.
+            figures: What it has done and holds; brokers that are too old pass it over.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        body = AnnounceRequest(
-            peer.incarnation, peer.distributed_url, peer.kind, peer.zone, peer.node, min(max(load, 0.0), 1.0), ttl_ms, draining, drain
-        )
+        load = min(max(load, 0.0), 1.0)
+        topology = (peer.kind, peer.zone, peer.node)
+        body = AnnounceRequest(peer.incarnation, peer.distributed_url, *topology, load, ttl_ms, draining, drain, figures)
         return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
 
     async def deregister(self, instance_id: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.p2p.distributed_url import parse_distributed_url
+from lmcache_core.p2p.figures import PeerFigures
 from lmcache_core.security.names import validate_instance_id
 
 PeerKind = Literal["sidecar", "storage"]
@@ -151,6 +152,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     ttl_ms: int | None
     draining: bool
     drain: DrainReport | None = None
+    figures: PeerFigures | None = None
 
 
 class HeldBy(NamedTuple):

@@ -256,6 +256,7 @@ class PeerPull:
         self._results[place] = result
         figures.pulled_chunks += 1
         figures.pulled_bytes += result.num_bytes
+        self._parts.pulled.add(race.assignment.instance, result.num_bytes)
         figures.won_hedges += race.is_hedge
         for other in self._races:
             if place in other.open:

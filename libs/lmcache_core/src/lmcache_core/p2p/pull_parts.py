@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
 from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
 from lmcache_core.p2p.pool import PeerPool
 
@@ -36,6 +38,23 @@ class PullFigures:
     wasted_bytes: int = 0
 
 
+class PulledBytes:
+    """Bytes that came, by the peer that sent them; of the peers that sent something last."""
+
+    def __init__(self) -> None:
+        self._by_peer: OrderedDict[str, int] = OrderedDict()
+
+    def add(self, peer_id: str, num_bytes: int) -> None:
+        """Count what a peer has sent."""
+        self._by_peer[peer_id] = self._by_peer.pop(peer_id, 0) + num_bytes
+        if len(self._by_peer) > MAX_COUNTED_PEERS:
+            self._by_peer.popitem(last=False)
+
+    def snapshot(self) -> dict[str, int]:
+        """Bytes by the peer's id."""
+        return dict(self._by_peer)
+
+
 @dataclass(frozen=True, slots=True)
 class PullParts:
     """What all pulls of one instance share.
@@ -47,6 +66,7 @@ class PullParts:
         times: How long pulls took.
         budget: How many may be doubled.
         figures: What came of them.
+        pulled: The same bytes by peer.
     """
 
     instance: str
@@ -55,3 +75,4 @@ class PullParts:
     times: PullTimes = field(default_factory=PullTimes)
     budget: HedgeBudget = field(default_factory=HedgeBudget)
     figures: PullFigures = field(default_factory=PullFigures)
+    pulled: PulledBytes = field(default_factory=PulledBytes)

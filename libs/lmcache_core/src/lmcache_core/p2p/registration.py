@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.figures import PeerFigures
 from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class PeerRegistration:
         load: Called before each renewal; 0 (idle) to 1 (full).
         ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three times within the lease that it grants.
         listener: Heeds the broker's wishes.
+        figures: Called before each renewal, on the loop: what the instance has done and holds.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class PeerRegistration:
         *,
         ttl_ms: int | None = None,
         listener: LeaseListener | None = None,
+        figures: Callable[[], PeerFigures] | None = None,
     ) -> None:
         self._client = client
         self._peer = peer
         self._load = load
         self._ttl_ms = ttl_ms
         self._listener = listener
+        self._figures = figures
         self._interval_s = 0.0
         self._lease_ends = 0.0
         self._draining = False
@@ -136,7 +140,10 @@ class PeerRegistration:
 
     async def _register(self) -> Lease:
         report = None if self._listener is None else self._listener.drain_report()
-        return await self._client.register(self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining, drain=report)
+        figures = None if self._figures is None else self._figures()
+        return await self._client.register(
+            self._peer, load=self._load(), ttl_ms=self._ttl_ms, draining=self._draining, drain=report, figures=figures
+        )
 
     def _note(self, reachable: bool, detail: str) -> None:
         """Log changes only: a broker that is away for an hour is one line."""

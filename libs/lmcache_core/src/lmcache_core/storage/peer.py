@@ -14,7 +14,7 @@ from lmcache_core.lookup import LookupClient
 from lmcache_core.p2p import Assignment, BrokerClient, HeldBy
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.p2p.pull import PeerPull
-from lmcache_core.p2p.pull_parts import PullParts
+from lmcache_core.p2p.pull_parts import PulledBytes, PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.time_limit import caller_limit
@@ -44,6 +44,11 @@ class P2PBackend(StorageBackend):
         self._peers = peers
         self._parts = PullParts(instance, broker, peers)
         self._tasks = TaskSupervisor("peers", MAX_GOODBYES)
+
+    @property
+    def pulled(self) -> PulledBytes:
+        """What came, by peer."""
+        return self._parts.pulled
 
     async def open(self) -> None:
         """Nothing to do: peers are connected to when needed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lmcache_core.p2p import DrainReport, Peer, PeerStatus
+from lmcache_core.p2p import DrainReport, Peer, PeerFigures, PeerStatus
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class PeerRecord:
         draining: It gets no new pulls.
         lease_ends_s: Until when it lives.
         drain: How far it is on its way to its end.
+        figures: What it has done and holds, if it has said so.
     """
 
     peer: Peer
@@ -27,6 +28,7 @@ class PeerRecord:
     draining: bool
     lease_ends_s: float
     drain: DrainReport | None = None
+    figures: PeerFigures | None = None
     _pulls: dict[str, float] = field(default_factory=dict)
     _shared_pulls: tuple[int, float] | None = None
     _num_anonymous: int = 0

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import CopyOrder, DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
 from lmcache_servicekit.redis_target import RedisLimits, RedisTarget
 from redis.exceptions import RedisClusterException, RedisError
 
@@ -167,15 +167,32 @@ def _packed(shared: SharedPeer) -> str:
             peer.node,
             shared.load,
             None if shared.drain is None else msgspec.structs.astuple(shared.drain),
+            None if shared.figures is None else msgspec.to_builtins(shared.figures),
         ]
     )
 
 
 def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     owner, _, peer_id = field.partition("/")
-    url, kind, zone, node, load, drain = json.loads(raw[_HEAD_CHARS:])
+    url, kind, zone, node, load, drain, *more = json.loads(raw[_HEAD_CHARS:])  # a newer broker may say more, an older one less
     ttl_ms = max(0, int(raw[22:_HEAD_CHARS]) - now_ms)
     peer = Peer(peer_id, int(raw[:20]), url, kind, zone, node)
     return SharedPeer(
-        owner, peer, load, raw[20] == "1", ttl_ms, num_pulls, is_gone=raw[21] == "1", drain=None if drain is None else DrainReport(*drain)
+        owner,
+        peer,
+        load,
+        raw[20] == "1",
+        ttl_ms,
+        num_pulls,
+        is_gone=raw[21] == "1",
+        drain=None if drain is None else DrainReport(*drain),
+        figures=_figures(more[0]) if more else None,
     )
+
+
+def _figures(raw: object) -> PeerFigures | None:
+    """For looking at alone: what another version writes differently is no reason not to know the peer."""
+    try:
+        return None if raw is None else msgspec.convert(raw, PeerFigures)
+    except msgspec.ValidationError:
+        return None

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerStatus
+from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerStatus
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError
 
@@ -62,14 +62,22 @@ class PeerRegistry:
         return self._is_shared and self._shared is not None
 
     async def announce(
-        self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool, drain: DrainReport | None = None
+        self,
+        principal: Principal,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int,
+        draining: bool,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
     ) -> Lease:
         """Register a peer or renew its lease (see `PeerDirectory.announce`)."""
         await self.refresh()
-        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining, drain=drain)
+        lease = self.directory.announce(principal, peer, load=load, ttl_ms=ttl_ms, draining=draining, drain=drain, figures=figures)
         if self._shared is None:
             return lease
-        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms, drain=drain)
+        told = SharedPeer(owner_of(principal), peer, load, lease.draining, lease.ttl_ms, drain=drain, figures=figures)
         try:
             (state,) = await self._shared.announce([told])
         except UnavailableError as exc:

@@ -1,18 +1,15 @@
-"""`/v1/peers`, `/v1/stats` and the web page."""
+"""`/v1/peers` and `/v1/stats`."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from fastapi.responses import HTMLResponse
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 
 from lmcache_broker.dependencies import Parts
-from lmcache_broker.peers.page import PAGE_HEADERS, render_page
 from lmcache_broker.peers.schemas import AnnounceBody, LeaseView, PeerIdPath, PeersView, PeerView, StatsView
 from lmcache_broker.peers.service import Census
 
 router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
-page_router = APIRouter(include_in_schema=False, route_class=GuardedRoute)
 
 
 @router.put("/peers/{peer_id}", summary="Register a peer, or renew its lease")
@@ -21,7 +18,10 @@ async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPri
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
     drain = None if body.drain is None else body.drain.to_report()
     peer = body.to_peer(peer_id)
-    lease = await parts.registry.announce(principal, peer, load=body.load, ttl_ms=ttl_ms, draining=body.draining, drain=drain)
+    figures = None if body.figures is None else body.figures.to_figures()
+    lease = await parts.registry.announce(
+        principal, peer, load=body.load, ttl_ms=ttl_ms, draining=body.draining, drain=drain, figures=figures
+    )
     return LeaseView(ttl_ms=lease.ttl_ms, draining=lease.draining, copies=await parts.copies_for(principal, peer_id))
 
 
@@ -62,9 +62,3 @@ async def stats(principal: ClientPrincipal, parts: Parts) -> StatsView:
         num_waiting=parts.desk.num_waiting,
         is_shared=parts.registry.is_shared,
     )
-
-
-@page_router.get("/", response_class=HTMLResponse)
-async def page(principal: ClientPrincipal, parts: Parts) -> HTMLResponse:
-    """The same peers that `/v1/peers` lists, for people."""
-    return HTMLResponse(render_page(await parts.registry.visible(principal)), headers=dict(PAGE_HEADERS))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Path
-from lmcache_core.p2p import DrainReport, Peer, PeerKind, parse_distributed_url
+from lmcache_core.p2p import DrainReport, Peer, PeerFigures, PeerKind, TierFigures, parse_distributed_url
+from lmcache_core.p2p.figures import MAX_COUNTED_LABELS, MAX_COUNTED_PEERS, MAX_LABEL_CHARS, MAX_TIERS
 from lmcache_core.security.names import INSTANCE_PATTERN
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 InstanceId = Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
 PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
 ChunkCount = Annotated[int, Field(ge=0, lt=1 << 53)]
+FigureName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_CHARS)]
+Counts = Annotated[dict[FigureName, ChunkCount], Field(max_length=MAX_COUNTED_LABELS)]
 TopologyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{0,253}$")]
 
 
@@ -40,6 +43,38 @@ class DrainBody(BaseModel):
         return DrainReport(**self.model_dump())
 
 
+class TierBody(BaseModel):
+    """How full a tier is."""
+
+    model_config = ConfigDict(strict=True, from_attributes=True)
+
+    name: FigureName
+    num_chunks: ChunkCount
+    used_bytes: ChunkCount
+    capacity_bytes: ChunkCount = Field(description="0 where the peer does not know it.")
+
+
+class FiguresBody(BaseModel):
+    """What a peer has done since its start, and what it holds; all of it may be left out."""
+
+    model_config = ConfigDict(strict=True, from_attributes=True)
+
+    requested_chunks: ChunkCount = Field(0, description="Chunks that engines wanted.")
+    loaded_chunks: Counts = Field({}, description="Chunks that they got, by tier.")
+    loaded_bytes: Counts = Field({}, description="Bytes of these, by tier.")
+    missed_chunks: Counts = Field({}, description="Chunks that they did not get, by reason.")
+    stored_chunks: ChunkCount = Field(0, description="Chunks that engines stored.")
+    stored_bytes: ChunkCount = Field(0, description="Bytes of these.")
+    pulled_bytes: dict[FigureName, ChunkCount] = Field({}, max_length=MAX_COUNTED_PEERS, description="Bytes that peers sent, by their id.")
+    tiers: list[TierBody] = Field([], max_length=MAX_TIERS)
+    sole_bytes: ChunkCount | None = Field(None, description="Bytes of chunks that nobody else holds, as far as the peer knows.")
+
+    def to_figures(self) -> PeerFigures:
+        """The domain's view of it."""
+        fields = self.model_dump()
+        return PeerFigures(**fields | {"tiers": tuple(TierFigures(**tier) for tier in fields["tiers"])})
+
+
 class AnnounceBody(BaseModel):
     """What a peer says of itself."""
 
@@ -54,6 +89,7 @@ class AnnounceBody(BaseModel):
     ttl_ms: int | None = Field(None, ge=100, lt=1 << 53, description="The lease asked for; the broker may grant less.")
     draining: bool = Field(False, description="The peer wants no new pulls in this incarnation.")
     drain: DrainBody | None = Field(None, description="How far the peer is on its way to its end.")
+    figures: FiguresBody | None = Field(None, description="What the peer has done and holds.")
 
     def to_peer(self, peer_id: str) -> Peer:
         """The domain's view of it."""

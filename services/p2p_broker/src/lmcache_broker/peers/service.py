@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_core.errors import CapacityError
-from lmcache_core.p2p import DrainReport, Lease, Peer, PeerStatus, parse_distributed_url
+from lmcache_core.p2p import DrainReport, Lease, Peer, PeerFigures, PeerStatus, parse_distributed_url
 from lmcache_core.security import Principal
 from lmcache_servicekit.errors import ConflictError, NotFoundError
 
@@ -66,7 +66,15 @@ class PeerDirectory:
         self._num_expired = 0
 
     def announce(
-        self, principal: Principal, peer: Peer, *, load: float, ttl_ms: int, draining: bool, drain: DrainReport | None = None
+        self,
+        principal: Principal,
+        peer: Peer,
+        *,
+        load: float,
+        ttl_ms: int,
+        draining: bool,
+        drain: DrainReport | None = None,
+        figures: PeerFigures | None = None,
     ) -> Lease:
         """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for it.
 
@@ -89,7 +97,7 @@ class PeerDirectory:
             record = known
             record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
             record.draining = record.draining or draining
-        record.drain = drain
+        record.drain, record.figures = drain, figures
         sighted = self._records.get((SHARED_OWNER, peer.id))
         if sighted is not None and sighted is not record and sighted.peer.incarnation == 0:
             self.forget(sighted)
@@ -111,10 +119,12 @@ class PeerDirectory:
     def visible(self, principal: Principal) -> list[PeerStatus]:
         """All live peers that `principal` sees, by id."""
         now_s = self._clock()
-        self._forget_expired(now_s)
-        owners = (principal.tenant, SHARED_OWNER)
-        found = (record.status(now_s) for record in self._records.values() if record.owner in owners)
-        return sorted(found, key=lambda peer: peer.id)
+        return sorted((record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id)
+
+    def records(self, principal: Principal | None = None) -> list[PeerRecord]:
+        """The records of these, or of all live peers; for looking at."""
+        self._forget_expired(self._clock())
+        return [record for record in self._records.values() if principal is None or record.owner in (principal.tenant, SHARED_OWNER)]
 
     def remove(self, principal: Principal, peer_id: str) -> None:
         """End a lease that `principal` could have taken; none is fine."""
@@ -194,7 +204,7 @@ class PeerDirectory:
             if known is None or shared.peer.incarnation > known.peer.incarnation:
                 known = self._records[key] = PeerRecord(shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s)
             known.peer, known.load, known.lease_ends_s = shared.peer, shared.load, max(known.lease_ends_s, lease_ends_s)
-            known.draining, known.drain = known.draining or shared.draining, shared.drain
+            known.draining, known.drain, known.figures = known.draining or shared.draining, shared.drain, shared.figures
             known.share_pulls(shared.num_pulls)
 
     def doubt_pulls(self, until_s: float) -> None:
@@ -214,6 +224,7 @@ class PeerDirectory:
                 record.draining,
                 max(1, round((record.lease_ends_s - now_s) * 1000)),
                 drain=record.drain,
+                figures=record.figures,
             )
             for record in self._records.values()
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_core.p2p import CopyOrder, DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class SharedPeer:
         num_pulls: Pulls that all brokers together have granted and that are not over.
         is_gone: It said goodbye.
         drain: How far it is on its way to its end.
+        figures: What it has done and holds, if it has said so.
     """
 
     owner: str
@@ -32,6 +33,7 @@ class SharedPeer:
     num_pulls: int = 0
     is_gone: bool = False
     drain: DrainReport | None = None
+    figures: PeerFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)

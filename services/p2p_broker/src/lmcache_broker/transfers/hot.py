@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ class _Heat:
     began_s: float
     num_pulls: int = 0
     ordered_s: float = float("-inf")
+
+    def is_new(self, now_s: float) -> bool:
+        """Whether what it counts belongs to the window that has not ended yet."""
+        return now_s - self.began_s <= WINDOW_S
 
 
 class HotChunks:
@@ -100,13 +105,18 @@ class HotChunks:
         told = [self._orders.pop(key) for key in mine]
         return [order for until_s, order in told if now_s < until_s]
 
+    def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
+        """The tenant's chunks that were pulled most within the last minute or so, and how often."""
+        counted = ((heat.num_pulls, chunk_id) for (owner, chunk_id), heat in self._heat.items() if owner == tenant and heat.is_new(now_s))
+        return [(chunk_id, num_pulls) for num_pulls, chunk_id in heapq.nlargest(max_chunks, counted)]
+
     def _is_hot(self, tenant: str, chunk_id: str, now_s: float) -> bool:
         key = (tenant, chunk_id)
         heat = self._heat.setdefault(key, _Heat(now_s))
         self._heat.move_to_end(key)
         if len(self._heat) > MAX_COUNTED_CHUNKS:
             self._heat.popitem(last=False)
-        if now_s - heat.began_s > WINDOW_S:
+        if not heat.is_new(now_s):
             heat.began_s, heat.num_pulls = now_s, 0
         heat.num_pulls += 1
         if heat.num_pulls < self._limits.num_pulls or now_s - heat.ordered_s < ORDER_TTL_S:

@@ -1,0 +1,22 @@
+const UNITS = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
+const TIERS = { LocalCPUBackend: 'memory', Hot: 'memory', LocalDiskBackend: 'disk', P2PBackend: 'peers', RemoteBackend: 'storage' };
+
+export function bytes(count) {
+  let unit = 0;
+  for (; count >= 1000 && unit < UNITS.length - 1; unit++) count /= 1000;
+  return `${unit === 0 || count >= 100 ? Math.round(count) : count.toFixed(1)} ${UNITS[unit]}`;
+}
+export const number = (count) => count.toLocaleString('en');
+export const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
+export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
+export const words = (name) => name.replaceAll('_', ' ');
+export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
+export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
+export const shorten = (text, length) => (text.length <= length ? text : `${text.slice(0, 4)}…${text.slice(5 - length)}`);
+
+/** Chunks got, of those that were wanted and either got or missed; null where none was. */
+export function hitRatio(work) {
+  const loaded = sum(work.loaded_chunks);
+  const all = loaded + sum(work.missed_chunks);
+  return all === 0 ? null : loaded / all;
+}

@@ -1,0 +1,140 @@
+"""The page for everybody: by keyboard, on a phone, in the dark, and with a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.common.exceptions import JavascriptException
+from selenium.webdriver import ActionChains, Chrome, Keys
+
+from tests.fixtures.neighbourhood import eventually
+from tests.fixtures.service_process import running_service
+from tests.page.cluster import Cluster, Page
+
+TOKEN = "somebodys-token-0123456789"
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+MIN_CONTRAST = 4.5
+PHONE = (360, 740)
+DESK = (1100, 900)
+MAX_PICTURE_BYTES = 200_000
+MAX_PICTURE_HEIGHT = 1400
+
+
+@pytest.fixture
+def page(chrome: Chrome, cluster: Cluster) -> Iterator[Page]:
+    cluster.until_told()
+    opened = Page(chrome, cluster.url)
+    opened.resize(*DESK)
+    opened.shown()
+    yield opened
+    opened.resize(*DESK)
+    opened.colours("light")
+
+
+def ax_nodes(page: Page) -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = page.chrome.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    return [node for node in nodes if not node.get("ignored")]
+
+
+def test_the_browser_has_nothing_to_complain_of(page: Page) -> None:
+    assert page.complaints() == []
+    loaded = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded
+    assert all(name.startswith(page.chrome.current_url) for name in loaded)
+
+
+def test_the_policy_holds(page: Page) -> None:
+    with pytest.raises(JavascriptException, match="TrustedScript"):
+        page.run("document.body.setAttribute('onclick', 'document.title = 1')")
+    with pytest.raises(JavascriptException, match="TrustedHTML"):
+        page.run("document.body.innerHTML = '<b>x</b>'")
+    page.run("document.body.setAttribute('style', 'color: red')")
+    assert any("Content Security Policy" in message for message in page.complaints())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(page: Page, scheme: str) -> None:
+    page.colours(scheme)
+    found = page.run(CONTRAST)
+    assert len(found) > 50
+    assert {text: ratio for text, ratio in found if ratio < MIN_CONTRAST} == {}
+    ground = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(20, 23, 26)") == (scheme == "dark")
+
+
+def test_everything_has_a_name(page: Page) -> None:
+    nodes = ax_nodes(page)
+    nameless = [
+        node["role"]["value"]
+        for node in nodes
+        if node["role"]["value"] in ("image", "img", "meter", "progressbar", "textbox", "button", "link", "region", "group")
+        and not node.get("name", {}).get("value")
+    ]
+    assert nameless == []
+    assert {"heading", "table", "columnheader", "rowheader", "status", "main", "banner"} <= {node["role"]["value"] for node in nodes}
+
+
+def test_it_is_walked_through_by_keyboard(page: Page) -> None:
+    met = []
+    for _ in range(14):
+        ActionChains(page.chrome).send_keys(Keys.TAB).perform()
+        met.append(page.run("const at = document.activeElement; return at.getAttribute('aria-label') ?? at.textContent"))
+        assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+        if met[-1].startswith("vllm-7d9f-b"):
+            break
+    assert met[0] == "Skip to the content"
+    assert met[-1].startswith("vllm-7d9f-b, sidecar")
+    turn = page.run("return document.body.dataset.turn")
+    eventually(lambda: page.run("return document.body.dataset.turn") != turn, 15)
+    assert page.run("return document.activeElement.dataset.peer") == "vllm-7d9f-b", "new figures leave it where it is"
+
+
+def test_it_fits_a_phone(page: Page) -> None:
+    page.resize(*PHONE)
+    eventually(lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0])
+    assert page.run("return document.documentElement.scrollWidth") <= PHONE[0]
+    small = "return Math.min(...[...document.querySelectorAll('svg text')].map((text) => text.getBoundingClientRect().height))"
+    assert page.run(small) >= 10
+
+
+def test_a_token_is_asked_for_and_kept_in_the_tab_alone(chrome: Chrome, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text(f"tokens:\n  - {{name: one, tenant: one, role: client, token: {TOKEN}}}\n")
+    settings = {"LMCACHE_BROKER_PORT": "0", "LMCACHE_BROKER_AUTH_TOKENS_FILE": str(tokens)}
+    with running_service("lmcache_broker", tmp_path, settings) as broker:
+        page = Page(chrome, broker.url)
+
+        def enter(token: str) -> None:
+            eventually(lambda: page.run("return !document.getElementById('login').hidden"))
+            field = chrome.switch_to.active_element
+            assert field.get_attribute("id") == "token", "one may begin to type"
+            field.send_keys(token, Keys.ENTER)
+
+        enter("not-the-token-0123456789")
+        eventually(lambda: page.texts("#login-error") == ["The broker does not know this token."])
+        assert page.run("return document.getElementById('overview').hidden && sessionStorage.length === 0")
+        enter(TOKEN)
+        page.shown()
+        assert page.run("return [sessionStorage.length, localStorage.length, document.cookie, location.search]") == [1, 0, "", ""]
+        assert TOKEN not in chrome.page_source
+        page.fresh()
+        chrome.find_element("id", "leave").click()
+        eventually(lambda: page.run("return !document.getElementById('login').hidden && sessionStorage.length === 0"))
+        assert page.run("return document.getElementById('overview').hidden")
+
+
+def test_the_pictures_of_the_documentation(page: Page, cluster: Cluster, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    folder = pytestconfig.getoption("pictures") or tmp_path
+    for seed in (5, 6):
+        cluster.work(seed)
+    for name, (width, height), scheme in (("page", DESK, "light"), ("page-dark-phone", PHONE, "dark")):
+        page.resize(width, height)
+        page.colours(scheme)
+        page.fresh()
+        page.resize(width, min(MAX_PICTURE_HEIGHT, page.run("return document.documentElement.scrollHeight")))
+        page.fresh()
+        assert page.chrome.save_screenshot(str(folder / f"{name}.png"))
+        assert 10_000 < (folder / f"{name}.png").stat().st_size < MAX_PICTURE_BYTES

@@ -1,0 +1,184 @@
+"""`GET /v1/overview`: what heartbeats told, and how it went."""
+
+import base64
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from lmcache_broker.app import create_app
+from lmcache_broker.overview.history import MAX_SAMPLED_OWNERS, MAX_SAMPLES, History
+from lmcache_broker.overview.service import MAX_SHOWN_CHUNKS, MAX_SHOWN_LINKS, MAX_SHOWN_PEERS
+from lmcache_broker.peers.record import PeerRecord
+from lmcache_broker.settings import BrokerSettings
+from lmcache_core.p2p import Peer, PeerFigures
+
+TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
+BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
+FIGURES: dict[str, Any] = {
+    "requested_chunks": 12,
+    "loaded_chunks": {"LocalCPUBackend": 7, "P2PBackend": 2},
+    "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2000},
+    "missed_chunks": {"never_stored": 3},
+    "stored_chunks": 5,
+    "stored_bytes": 5000,
+    "pulled_bytes": {"b": 2000},
+    "tiers": [{"name": "LocalCPUBackend", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}],
+    "sole_bytes": 4000,
+}
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
+    path = tmp_path / "tokens.yaml"
+    entries = [
+        f"- {{name: {name}, tenant: {name}, role: {'admin' if name == 'operator' else 'client'}, "
+        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
+        for name, token in TOKENS.items()
+    ]
+    path.write_text("tokens:\n" + "\n".join(entries))
+    key = base64.b64encode(b"k" * 32).decode()
+    app = create_app(BrokerSettings(ticket_keys=f"k1:{key}", auth_tokens_file=path, hot_chunk_pulls=1000))  # type: ignore[arg-type]
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+class Caller:
+    def __init__(self, app: FastAPI, name: str) -> None:
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://broker")
+        self._headers = {"authorization": f"Bearer {TOKENS[name]}"}
+
+    async def beat(self, peer: str, figures: Mapping[str, Any] | None = None, **more: Any) -> httpx.Response:
+        body = BODY | ({} if figures is None else {"figures": figures}) | more
+        return await self._http.put(f"/v1/peers/{peer}", json=body, headers=self._headers)
+
+    async def overview(self, **query: Any) -> dict[str, Any]:
+        answer = await self._http.get("/v1/overview", params=query, headers=self._headers)
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    async def pull(self, requester: str, chunks: list[str], holder: str) -> None:
+        body = {"requester": requester, "chunks": [{"chunk_id": chunk, "holders": [holder]} for chunk in chunks]}
+        assert (await self._http.post("/v1/transfers", json=body, headers=self._headers)).json()["assignments"]
+
+
+async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
+    acme = Caller(app, "acme")
+    await acme.beat("a", FIGURES)
+    await acme.beat("b", {"requested_chunks": 1, "missed_chunks": {"never_stored": 1}})
+    await acme.beat("old")
+    drain = {"state": "handing_over", "total": 4, "handed_over": 1, "already_elsewhere": 1, "failed": 0, "left": 2}
+    await acme.beat("z", draining=True, drain=drain)
+    seen = await acme.overview()
+    assert [peer["id"] for peer in seen["peers"]] == ["z", "a", "b", "old"], "those that drain first"
+    by_id = {peer["id"]: peer for peer in seen["peers"]}
+    assert by_id["a"]["figures"] == FIGURES
+    assert by_id["old"]["figures"] is None, "a peer that is too old to tell is a peer"
+    assert by_id["z"]["drain"] == drain
+    assert seen["links"] == [{"requester": "a", "server": "b", "num_bytes": 2000}]
+    assert seen["totals"] == {
+        "requested_chunks": 13,
+        "loaded_chunks": {"LocalCPUBackend": 7, "P2PBackend": 2},
+        "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2000},
+        "missed_chunks": {"never_stored": 4},
+        "stored_bytes": 5000,
+    }
+    assert (seen["num_peers"], seen["is_shared"], seen["interval_s"]) == (4, False, 10.0)
+
+
+async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> None:
+    acme, rival, operator = (Caller(app, name) for name in TOKENS)
+    await acme.beat("a", FIGURES)
+    await rival.beat("r", FIGURES | {"requested_chunks": 1000})
+    await operator.beat("shared", FIGURES | {"requested_chunks": 1})
+    await acme.pull("me", ["0" * 32], "a")
+    seen = await acme.overview()
+    assert sorted(peer["id"] for peer in seen["peers"]) == ["a", "shared"]
+    assert seen["totals"]["requested_chunks"] == 13
+    assert seen["hot_chunks"] == [{"chunk_id": "0" * 32, "num_pulls": 1}]
+    assert (await rival.overview())["hot_chunks"] == []
+
+
+async def test_the_chunks_that_are_pulled_most_come_first(app: FastAPI) -> None:
+    acme = Caller(app, "acme")
+    await acme.beat("a")
+    chunks = [f"{i:032x}" for i in range(MAX_SHOWN_CHUNKS + 5)]
+    await acme.pull("me", chunks, "a")
+    for _ in range(2):
+        await acme.pull("me", chunks[3:4], "a")
+    hot = (await acme.overview())["hot_chunks"]
+    assert len(hot) == MAX_SHOWN_CHUNKS
+    assert hot[0] == {"chunk_id": chunks[3], "num_pulls": 3}
+
+
+async def test_time_goes_by(app: FastAPI) -> None:
+    acme, overview = Caller(app, "acme"), app.state.broker.overview
+    await acme.beat("a", FIGURES)
+    await overview.sample()
+    await acme.beat("a", FIGURES | {"requested_chunks": 15, "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500}})
+    await overview.sample()
+    first, second = (await acme.overview(max_samples=2))["samples"]
+    assert first["work"]["requested_chunks"] == 0, "what was counted before this broker looked belongs to no interval"
+    assert (second["work"]["requested_chunks"], second["work"]["loaded_bytes"]) == (3, {"P2PBackend": 500})
+    assert first["ended_ms"] <= second["ended_ms"]
+    assert (await acme.overview(max_samples=0))["samples"] == []
+
+
+async def test_it_is_bounded(app: FastAPI) -> None:
+    operator = Caller(app, "operator")
+    pulled = {f"peer-{i}": i + 1 for i in range(64)}
+    for i in range(MAX_SHOWN_PEERS + 2):
+        assert (await operator.beat(f"p{i:03d}", {"pulled_bytes": pulled})).status_code == 200
+    seen = await operator.overview()
+    assert (len(seen["peers"]), seen["num_peers"]) == (MAX_SHOWN_PEERS, MAX_SHOWN_PEERS + 2)
+    assert len(seen["links"]) == MAX_SHOWN_LINKS
+    assert seen["links"][0]["num_bytes"] == 64
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"requested_chunks": -1},
+        {"requested_chunks": 1 << 53},
+        {"loaded_chunks": {"x" * 254: 1}},
+        {"missed_chunks": {f"r{i}": 1 for i in range(33)}},
+        {"pulled_bytes": {f"p{i}": 1 for i in range(65)}},
+        {"tiers": [{"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}] * 17},
+    ],
+)
+async def test_figures_without_bounds_are_refused(app: FastAPI, figures: dict[str, Any]) -> None:
+    assert (await Caller(app, "acme").beat("a", figures)).status_code == 422
+
+
+async def test_figures_of_a_newer_peer_are_passed_over(app: FastAPI) -> None:
+    newer = {"watts": 3, "tiers": [{"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, "wear": 1}]}
+    assert (await Caller(app, "acme").beat("a", newer)).status_code == 200
+
+
+def record(name: str, figures: PeerFigures | None, incarnation: int = 1, owner: str = "acme") -> PeerRecord:
+    return PeerRecord(Peer(name, incarnation, "lm://h:1"), owner, 0.0, False, 1.0, figures=figures)
+
+
+def test_a_new_life_counts_from_nothing_and_one_that_counts_less_counts_nothing() -> None:
+    history = History(lambda: 7)
+    history.sample([record("a", PeerFigures(requested_chunks=10))])
+    history.sample([record("a", PeerFigures(requested_chunks=4), incarnation=2)])
+    history.sample([record("a", PeerFigures(requested_chunks=3), incarnation=2)])
+    history.sample([record("a", None, incarnation=2)])
+    assert [sample.work.requested_chunks for sample in history.of(["acme"])] == [0, 4, 0, 0]
+
+
+def test_history_is_bounded() -> None:
+    history = History(lambda: 7)
+    for i in range(MAX_SAMPLES + 3):
+        history.sample([record("a", PeerFigures(requested_chunks=i))])
+    assert len(history.of(["acme"])) == MAX_SAMPLES
+    owners = [f"t{i}" for i in range(MAX_SAMPLED_OWNERS + 9)]
+    for count in (0, 1):
+        history.sample([record("a", PeerFigures(requested_chunks=count), owner=owner) for owner in owners])
+    (last,) = history.of(owners, 1)
+    assert last.work.requested_chunks == MAX_SAMPLED_OWNERS

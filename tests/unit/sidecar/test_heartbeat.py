@@ -1,0 +1,148 @@
+"""What the broker is told of a sidecar's work, and how much of it would be lost with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.keys import ChunkKey
+from lmcache_core.lookup import Holder
+from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.p2p import PeerFigures, TierFigures
+from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
+from lmcache_core.p2p.pull_parts import PulledBytes
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.telemetry import Counters
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_sidecar import metrics
+from lmcache_sidecar.handover import LocalChunks
+from lmcache_sidecar.heartbeat import HeartbeatFigures
+from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.sole import MAX_SAMPLED_CHUNKS, SoleBytes
+from lmcache_sidecar.tiers import SidecarTiers
+
+NUM_CHUNKS = 4
+
+
+@dataclass
+class Lookup:
+    held: set[bytes] = field(default_factory=set)
+    is_away: bool = False
+    num_asked: int = 0
+
+    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> LookupAnswer:
+        """The longest prefix that somebody holds, as the service answers."""
+        assert exclude == ["a"]
+        self.num_asked += 1
+        if self.is_away:
+            raise UnavailableError("no lookup")
+        found: list[list[Holder]] = []
+        for chunk_id in chunk_ids:
+            if chunk_id not in self.held:
+                break
+            found.append([Holder("b", "sidecar", "LocalCPUBackend", 1)])
+        return LookupAnswer(len(found), found)
+
+
+@dataclass
+class Remote:
+    held: set[ChunkKey] = field(default_factory=set)
+    is_away: bool = False
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        if self.is_away:
+            raise UnavailableError("no storage")
+        return [key in self.held for key in keys]
+
+
+def hot_with(num_chunks: int) -> LocalCPUBackend:
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy("lru"))
+    for name in range(num_chunks):
+        chunk = make_chunk(name, allocate=hot.allocate)
+        assert hot.put_many([chunk]) == [True]
+        chunk.release()
+    return hot
+
+
+def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> SoleBytes:
+    return SoleBytes(LocalChunks("default", hot, None, None), remote, Holders(lookup, "a"), 1.0)  # type: ignore[arg-type]
+
+
+async def test_what_neither_storage_nor_peers_hold_is_held_alone() -> None:
+    hot = hot_with(NUM_CHUNKS)
+    size = dict(hot.held())[make_key(3)]
+    lookup = Lookup({make_key(0).key.chunk_id()})
+    estimate = sole(hot, lookup, Remote({make_key(1), make_key(2)}))
+    assert estimate.num_bytes is None, "nothing is known before it has asked"
+    await estimate.measure()
+    assert estimate.num_bytes == size
+    lookup.held.add(make_key(3).key.chunk_id())
+    await estimate.measure()
+    assert estimate.num_bytes == 0
+
+
+async def test_with_nothing_held_nothing_is_asked() -> None:
+    lookup = Lookup(is_away=True)
+    estimate = sole(hot_with(0), lookup, Remote(is_away=True))
+    await estimate.measure()
+    assert (estimate.num_bytes, lookup.num_asked) == (0, 0)
+
+
+@pytest.mark.parametrize("away", ["lookup", "remote"])
+async def test_who_cannot_be_asked_leaves_it_unknown(away: str) -> None:
+    estimate = sole(hot_with(NUM_CHUNKS), Lookup(is_away=away == "lookup"), Remote(is_away=away == "remote"))
+    await estimate.measure()
+    assert estimate.num_bytes is None
+
+
+async def test_of_many_chunks_a_few_are_asked_about() -> None:
+    num_chunks = 3 * MAX_SAMPLED_CHUNKS + 5
+    hot, lookup = hot_with(num_chunks), Lookup()
+    estimate = sole(hot, lookup)
+    await estimate.measure()
+    assert estimate.num_bytes == sum(size for _, size in hot.held())
+    assert lookup.num_asked <= MAX_SAMPLED_CHUNKS
+
+
+def test_figures_are_the_sidecars_counters() -> None:
+    hot, counters, pulled = hot_with(NUM_CHUNKS), Counters(), PulledBytes()
+    for name, amount, label in (
+        (metrics.REQUESTED_CHUNKS_TOTAL, 9, ""),
+        (metrics.LOADED_CHUNKS_TOTAL, 5, "P2PBackend"),
+        (metrics.LOADED_BYTES_TOTAL, 500, "P2PBackend"),
+        (metrics.MISSED_CHUNKS_TOTAL, 4, "never_stored"),
+        (metrics.STORED_CHUNKS_TOTAL, 2, ""),
+        (metrics.STORED_BYTES_TOTAL, 200, ""),
+    ):
+        counters.add(name, amount, label)
+    pulled.add("b", 300)
+    pulled.add("b", 200)
+    tiers = SidecarTiers(hot, (hot,), (), (), pulled=pulled)
+    stats = hot.stats()
+    assert HeartbeatFigures(tiers, counters, None)() == PeerFigures(
+        9,
+        {"P2PBackend": 5},
+        {"P2PBackend": 500},
+        {"never_stored": 4},
+        2,
+        200,
+        {"b": 500},
+        (TierFigures(hot.name, NUM_CHUNKS, stats["used_bytes"], stats["capacity_bytes"]),),
+        None,
+    )
+    assert stats["used_bytes"] > 0
+
+
+def test_of_many_peers_those_that_sent_last_are_told() -> None:
+    pulled = PulledBytes()
+    for i in range(MAX_COUNTED_PEERS + 2):
+        pulled.add(f"p{i}", 1)
+        pulled.add("often", 1)
+    found = pulled.snapshot()
+    assert len(found) == MAX_COUNTED_PEERS
+    assert found["often"] == MAX_COUNTED_PEERS + 2
+    assert "p0" not in found
