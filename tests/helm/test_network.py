@@ -26,9 +26,9 @@ MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 def policies(rendering: Rendering) -> dict[str, Manifest]:
-    """Those that are always there, not what `helm test` makes."""
+    """Those of the components, not the one that denies everything, nor what `helm test` makes."""
     found = [one for one in rendering.of_kind("NetworkPolicy") if "helm.sh/hook" not in one["metadata"].get("annotations", {})]
-    return {one["metadata"]["labels"][COMPONENT]: one["spec"] for one in found}
+    return {one["metadata"]["labels"][COMPONENT]: one["spec"] for one in found if one["metadata"]["labels"][COMPONENT] != "default-deny"}
 
 
 def component(peer: Manifest) -> str | None:
