@@ -203,6 +203,7 @@ def test_names_that_look_like_numbers_stay_names(chart: Chart, tmp_path: Path) -
         "tls.existingSecret": "1",
         "tls.peerName": "1.5",
         "auth.existingSecret": "2",
+        "redis.existingSecret": "4",
         "keys.existingSecret": "3",
         "auth.tenant": "7",
     }
@@ -214,3 +215,7 @@ def test_names_that_look_like_numbers_stay_names(chart: Chart, tmp_path: Path) -
         for volume in pod["volumes"]:
             for source in volume.get("projected", {}).get("sources", []):
                 assert isinstance(source["secret"]["name"], str), volume["name"]
+            assert isinstance(volume.get("secret", {}).get("secretName", ""), str), volume["name"]
+    for name, container in rendering.containers():
+        for variable in container.get("env", []):
+            assert isinstance(variable.get("valueFrom", {}).get("secretKeyRef", {"name": ""})["name"], str), name

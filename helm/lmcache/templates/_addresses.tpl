@@ -53,7 +53,7 @@ broker_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root"
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ default $name .root.Values.redis.existingSecret }}
+      name: {{ default $name .root.Values.redis.existingSecret | quote }}
       key: redis-password
 - name: {{ $variable }}
   value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ $name }}.{{ .root.Release.Namespace }}.svc:6379/0
@@ -61,7 +61,7 @@ broker_url: {{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root"
 - name: {{ $variable }}
   valueFrom:
     secretKeyRef:
-      name: {{ default (include "lmcache-common.componentName" (dict "root" .root "component" "external-redis")) $external.existingSecret }}
-      key: {{ ternary $external.existingSecretKey "url" (ne $external.existingSecret "") }}
+      name: {{ default (include "lmcache-common.componentName" (dict "root" .root "component" "external-redis")) $external.existingSecret | quote }}
+      key: {{ ternary $external.existingSecretKey "url" (ne $external.existingSecret "") | quote }}
 {{- end }}
 {{- end -}}
