@@ -19,6 +19,7 @@ from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict.commands import evict
 from lmcache_ctl.explain.commands import explain
 from lmcache_ctl.lookup.commands import app as lookup
+from lmcache_ctl.output import plain
 from lmcache_ctl.pin.commands import pin
 from lmcache_ctl.sidecar.commands import app as sidecar
 from lmcache_ctl.status.commands import status
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, prog_name="lmcachectl")
     except UsageError as exc:
-        typer.echo(f"lmcachectl: {exc}", err=True)
+        typer.echo(f"lmcachectl: {plain(str(exc))}", err=True)
         sys.exit(EXIT_USAGE)
     except (CtlError, LMCacheError) as exc:
-        typer.echo(f"lmcachectl: {exc}", err=True)
+        typer.echo(f"lmcachectl: {plain(str(exc))}", err=True)
         sys.exit(EXIT_FAILURE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
@@ -16,6 +17,7 @@ KIB = 1 << 10
 GB = 10**9
 MICRO = 1e-6
 UNKNOWN = "-"
+_STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 T = TypeVar("T")
 
@@ -59,9 +61,14 @@ def print_yaml(value: Any) -> None:
     typer.echo(yaml.safe_dump(msgspec.to_builtins(value, str_keys=True), sort_keys=False, allow_unicode=True, width=1000), nl=False)
 
 
+def plain(text: str) -> str:
+    """Text of a service, a file or a cluster that may be shown on a terminal: what would steer it is a question mark."""
+    return _STEERING.sub("?", text)
+
+
 def print_text(text: str) -> None:
     """Print plain text, wrapped to the terminal; nothing in it is markup."""
-    Console(highlight=False, markup=False).print(text)
+    Console(highlight=False, markup=False).print(plain(text))
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, prose: bool = False) -> None:
@@ -82,7 +89,7 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         is_left = number < left or is_prose
         table.add_column(heading, justify="left" if is_left else "right", no_wrap=number < left and not is_prose, overflow="fold")
     for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*(plain(cell).replace("[", r"\[") for cell in row))
     Console(highlight=False).print(table)
 
 

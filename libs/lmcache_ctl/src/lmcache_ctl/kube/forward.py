@@ -38,6 +38,7 @@ class PodPort:
         self._is_over = threading.Event()
         self._room = threading.BoundedSemaphore(MAX_STREAMS)
         self._threads: list[threading.Thread] = []
+        self._opening: set[threading.Thread] = set()
 
     def __enter__(self) -> Self:
         """Begin to listen."""
@@ -48,10 +49,12 @@ class PodPort:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """End the streams; one that the API does not answer is left behind, and ends with the process."""
+        """End the streams; one that the API has not answered is left behind, and ends with the process."""
         self._is_over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         for thread in self._threads:
-            thread.join(JOIN_S)
+            if thread not in self._opening:
+                thread.join(JOIN_S)
         self._listener.close()
 
     def _start(self, work: Any, *args: Any) -> None:
@@ -77,11 +80,14 @@ class PodPort:
 
         try:
             with near:
+                self._opening.add(threading.current_thread())
                 try:
                     forward = self._open()
                 except (ApiException, OSError) as exc:
                     _refuse(near, self._cluster.refusal("port-forward", getattr(exc, "status", None) or None, _reason(exc)))
                     return
+                finally:
+                    self._opening.discard(threading.current_thread())
                 far = forward.socket(self._port)
                 try:
                     num_back = self._pump(near, far)

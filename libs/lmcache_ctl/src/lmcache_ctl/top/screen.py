@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_ctl.cluster.states import Link, State, Tier
-from lmcache_ctl.output import UNKNOWN, share_text, size_text
+from lmcache_ctl.output import UNKNOWN, plain, share_text, size_text
 from lmcache_ctl.status.tables import drain_text
 from lmcache_ctl.top.rates import Moment, Rates
 
@@ -30,9 +30,9 @@ def _parts(found: Moment) -> Iterator[RenderableType]:
         yield _links(found.links)
     for one in found.services:
         if one.drain is not None:
-            yield Text(f"drain of {one.kind} {one.name}: {drain_text(one.drain)}")
+            yield Text(plain(f"drain of {one.kind} {one.name}: {drain_text(one.drain)}"))
         if one.problem:
-            yield Text(f"{one.kind} {one.name}: {one.problem}", style=BAD)
+            yield Text(plain(f"{one.kind} {one.name}: {one.problem}"), style=BAD)
 
 
 def _services(services: Sequence[Rates]) -> Table:
@@ -40,14 +40,14 @@ def _services(services: Sequence[Rates]) -> Table:
     for one in services:
         table.add_row(
             one.kind,
-            Text(one.name),
+            Text(plain(one.name)),
             Text(one.state, style=STYLES.get(one.state, BAD)),
             _rate(one.requests_per_s),
             _rate(one.wanted_per_s),
             share_text(one.hit_ratio),
             _bytes_rate(one.in_bytes_per_s),
             _bytes_rate(one.out_bytes_per_s),
-            Text(", ".join(_tier(tier) for tier in one.tiers)),
+            Text(plain(", ".join(_tier(tier) for tier in one.tiers))),
         )
     return table
 
@@ -55,11 +55,11 @@ def _services(services: Sequence[Rates]) -> Table:
 def _links(links: Sequence[Link]) -> Table:
     table = _table(("peer", "kind", "reached at", "zone"), ("load", "pulls"), ("",))
     for link in links:
-        draining = "draining" if link.draining else ""
+        words = "draining" if link.draining else ""
         if link.drain is not None and link.drain.state != "serving":
-            draining = drain_text(link.drain)
-        url, zone = Text(link.distributed_url), Text(link.zone)
-        table.add_row(Text(link.id), link.kind, url, zone, f"{link.load:.0%}", str(link.num_pulls), Text(draining))
+            words = drain_text(link.drain)
+        texts = [Text(plain(text)) for text in (link.id, link.kind, link.distributed_url, link.zone)]
+        table.add_row(*texts, f"{link.load:.0%}", str(link.num_pulls), Text(plain(words)))
     return table
 
 
