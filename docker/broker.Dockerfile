@@ -30,8 +30,10 @@ LABEL org.opencontainers.image.title="lmcache-broker" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/lmcache /opt/lmcache
-# The root file system is read-only in Kubernetes: no byte code is written.
+# The root file system is read-only in Kubernetes: no byte code is written. The user has no entry in /etc/passwd, and some libraries ask
+# for its home.
 ENV PATH=/opt/lmcache/bin:$PATH \
+    HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -308,18 +308,16 @@ def make_certificate(command: Path, root: Path) -> None:
     folder = root / "job"
     folder.mkdir()
     names = ["--namespace=n", "--secret=s", "--service=w", "--configuration=c", "--api-url=http://127.0.0.1:9"]
-    answer = subprocess.run(
-        sealed([str(command), "certificate", *names], root, folder),
-        cwd=folder,
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (answer.returncode, answer.stdout) == (1, "lmcache-webhook certificate: the API server cannot be reached: MaxRetryError\n"), (
-        answer
-    )
+    line = sealed([str(command), "certificate", *names], root, folder)
+    answer = subprocess.run(line, cwd=folder, env=variables_of("webhook"), capture_output=True, text=True, timeout=60, check=False)
+    assert answer.stdout == "lmcache-webhook certificate: the API server cannot be reached: MaxRetryError\n", answer.stderr
+    assert answer.returncode == 1
+
+
+def variables_of(image: str) -> dict[str, str]:
+    """What the image sets, but PATH."""
+    words = " ".join(parse(REPOSITORY / "docker" / f"{image}.Dockerfile")[-1].all("ENV")).split()
+    return {name: value for name, _, value in (word.partition("=") for word in words) if name != "PATH"}
 
 
 def serve(command: Path, service: str, root: Path) -> None:
@@ -329,7 +327,7 @@ def serve(command: Path, service: str, root: Path) -> None:
     prefix = f"LMCACHE_{service.upper()}_"
     env = {f"{prefix}PORT": "0", **{f"{prefix}{name}": value for name, value in SMALL.get(service, {}).items()}}
     env = {name: value.format(folder=folder) for name, value in env.items()}
-    env |= {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
+    env |= {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables_of(service)}
     ports = folder / "ports.json"
     log = root / "log"
     with log.open("wb") as output:
