@@ -121,11 +121,15 @@ def test_monitors_find_pods_and_ports(chart: Chart, encrypted: bool, mutual: boo
             if is_https:
                 assert endpoint["tlsConfig"]["serverName"] == f"{name}.inference.svc"
                 assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "certificates", "key": "ca.crt"}}
-            policy = next(
-                one["spec"] for one in rendering.of_kind("NetworkPolicy") if is_of(one, template) and "Egress" in one["spec"]["policyTypes"]
-            )
-            opened = {port["port"] for rule in policy["ingress"] if rule.get("from") == MONITORING for port in rule["ports"]}
-            assert ports[endpoint["port"]] in opened, f"the policy keeps Prometheus from {name}"
+            opened = {
+                port["port"]
+                for policy in rendering.of_kind("NetworkPolicy")
+                if is_of(policy, template)
+                for rule in policy["spec"].get("ingress", ())
+                if rule.get("from") == MONITORING
+                for port in rule["ports"]
+            }
+            assert ports[endpoint["port"]] in opened, f"policies keep Prometheus from {name}"
 
 
 def test_targets_are_labelled_as_expressions_want(rendering: Rendering) -> None:
