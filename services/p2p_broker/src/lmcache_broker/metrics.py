@@ -29,6 +29,8 @@ SEEN_PEERS: Final = "lmcache_broker_seen_peers"
 RESYNCS_TOTAL: Final = "lmcache_broker_endpoint_lists_total"
 WATCHES_TOTAL: Final = "lmcache_broker_endpoint_watches_total"
 IS_SHARED: Final = "lmcache_broker_is_shared"
+DELETION_COSTS_SET_TOTAL: Final = "lmcache_broker_deletion_costs_set_total"
+DELETION_COST_FAILURES_TOTAL: Final = "lmcache_broker_deletion_cost_failures_total"
 SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
 
@@ -46,6 +48,10 @@ class DiscoveryCollector(Collector):
         if self._discovering.watch is not None:
             yield CounterMetricFamily(RESYNCS_TOTAL, "Lists of all endpoints: the first, and resyncs.", self._discovering.watch.num_lists)
             yield CounterMetricFamily(WATCHES_TOTAL, "Watches of endpoints that were begun.", self._discovering.watch.num_watches)
+        costs = self._discovering.costs
+        if costs is not None:
+            yield CounterMetricFamily(DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", costs.num_patches)
+            yield CounterMetricFamily(DELETION_COST_FAILURES_TOTAL, "Rounds of setting deletion costs that failed.", costs.num_failures)
 
 
 class BrokerCollector(Collector):

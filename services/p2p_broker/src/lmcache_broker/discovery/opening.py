@@ -9,10 +9,12 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
 
+from lmcache_broker.discovery.cluster import ClusterApi, ClusterOptions
+from lmcache_broker.discovery.costs import COST_INTERVAL_S, DeletionCosts
 from lmcache_broker.discovery.service import Discovery
 from lmcache_broker.discovery.settings import DiscoverySettings
 from lmcache_broker.discovery.sighting import Sighting
-from lmcache_broker.discovery.watch import ClusterOptions, EndpointWatch
+from lmcache_broker.discovery.watch import EndpointWatch
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.peers.service import SHARED_OWNER
 
@@ -26,17 +28,28 @@ class Discovering:
 
     Args:
         discovery: What it brings peers to.
-        watch: Where they come from; None for a list that never changes.
+        api: Where they come from; None for a list that never changes.
+        watch: What follows it there; None without one.
+        costs: What tells the cluster which pods to end first; None where that is not wanted.
 
     Attributes:
         discovery: See above.
         watch: See above.
+        costs: See above.
     """
 
-    def __init__(self, discovery: Discovery, watch: EndpointWatch | None) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        api: ClusterApi | None = None,
+        watch: EndpointWatch | None = None,
+        costs: DeletionCosts | None = None,
+    ) -> None:
         self.discovery = discovery
         self.watch = watch
-        self._tasks = TaskSupervisor("broker-discovery", max_tasks=2)
+        self.costs = costs
+        self._api = api
+        self._tasks = TaskSupervisor("broker-discovery", max_tasks=3)
 
     async def open(self) -> None:
         """Begin. Does not wait for the cluster.
@@ -44,16 +57,19 @@ class Discovering:
         Raises:
             ConfigError: There is no cluster here, or a file cannot be read.
         """
+        if self._api is not None:
+            await self._api.open()
         if self.watch is not None:
-            await self.watch.open()
             self._tasks.repeat("watch", self.watch.follow, _STEP_S)
+        if self.costs is not None:
+            self._tasks.repeat("deletion-costs", self.costs.update, COST_INTERVAL_S)
         self._tasks.repeat("apply", self.discovery.keep, _STEP_S)
 
     async def close(self) -> None:
         """End the work and the connections. Idempotent."""
         await self._tasks.close()
-        if self.watch is not None:
-            await self.watch.close()
+        if self._api is not None:
+            await self._api.close()
 
 
 async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) -> Discovering | None:
@@ -68,7 +84,7 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
     if settings.discovery == "static":
         peers = settings.static_peers
         discovery.see({peer.id: Sighting(peer.id, peer.distributed_url, peer.kind, peer.zone, peer.node) for peer in peers})
-        return Discovering(discovery, None)
+        return Discovering(discovery)
     assert settings.kubernetes_service is not None, "the settings have checked it"
     namespace = settings.kubernetes_namespace
     if namespace is None:
@@ -83,7 +99,9 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
         settings.kubernetes_ca_file,
         settings.kubernetes_tls,
     )
-    return Discovering(discovery, EndpointWatch(options, discovery.see))
+    api = ClusterApi(options)
+    costs = DeletionCosts(api, discovery, registry) if settings.pod_deletion_cost else None
+    return Discovering(discovery, api, EndpointWatch(api, discovery.see), costs)
 
 
 def _pod_namespace() -> str:

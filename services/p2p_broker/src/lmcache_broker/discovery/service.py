@@ -40,6 +40,11 @@ class Discovery:
         self._changed = asyncio.Event()
 
     @property
+    def seen(self) -> Mapping[str, Sighting]:
+        """Peers that are seen now, by id."""
+        return self._seen
+
+    @property
     def num_seen(self) -> int:
         """See the class."""
         return len(self._seen)

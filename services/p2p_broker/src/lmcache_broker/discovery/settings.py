@@ -52,6 +52,7 @@ class DiscoverySettings(ServiceSettings):
         kubernetes_api_url: Instead of the API that this pod's cluster has.
         kubernetes_token_file: Token for `kubernetes_api_url`.
         kubernetes_ca_file: Who signed its certificate.
+        pod_deletion_cost: Whether to tell the cluster, by an annotation of the pods, with which of them the least would be lost.
     """
 
     discovery: Literal["registration", "static", "kubernetes"] = "registration"
@@ -65,11 +66,14 @@ class DiscoverySettings(ServiceSettings):
     kubernetes_api_url: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
     kubernetes_token_file: Path | None = None
     kubernetes_ca_file: Path | None = None
+    pod_deletion_cost: bool = False
 
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         if self.discovery == "kubernetes" and self.kubernetes_service is None:
             raise ValueError("discovery=kubernetes, but kubernetes_service is not set: name the service whose endpoints are sidecars")
+        if self.pod_deletion_cost and self.discovery != "kubernetes":
+            raise ValueError(f"pod_deletion_cost is set, but discovery={self.discovery}: set discovery=kubernetes, or leave it out")
         if self.discovery != "static" and self.static_peers:
             raise ValueError(f"static_peers are given, but discovery={self.discovery}: set discovery=static, or leave them out")
         return self

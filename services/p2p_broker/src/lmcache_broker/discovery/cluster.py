@@ -1,0 +1,150 @@
+"""The Kubernetes API, as far as the broker uses it: the EndpointSlices of one service, and one annotation of pods."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lmcache_core.errors import ConfigError, UnavailableError
+
+WATCH_SECONDS: Final = 240
+PATCH_TIMEOUT_S: Final = 5.0
+GONE: Final = 410
+_MERGE: Final = "application/merge-patch+json"
+
+
+class GoneError(UnavailableError):
+    """The version that a watch was to go on from is not known any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Where the API is and what is followed.
+
+    Attributes:
+        service: Name of the service whose endpoints are peers.
+        namespace: Its namespace.
+        port: Of lm://, where the service's slices do not name `port_name`.
+        port_name: Name of the service's port.
+        api_url: Instead of what a pod is told by its cluster.
+        token_file: Token for `api_url`; read again at each list and watch.
+        ca_file: Who signed the certificate of `api_url`.
+        is_encrypted: Whether peers serve lm:// over TLS.
+    """
+
+    service: str
+    namespace: str
+    port: int
+    port_name: str
+    api_url: str | None = None
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    is_encrypted: bool = False
+
+
+class ClusterApi:
+    """See the module. The constructor connects to nothing.
+
+    Args:
+        options: Where it is.
+
+    Attributes:
+        options: See above.
+    """
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self.options = options
+        self._client: Any = None
+        self._slices: Any = None
+        self._pods: Any = None
+
+    async def open(self) -> None:
+        """Make the client.
+
+        Raises:
+            ConfigError: No address was given, and this is no pod of a cluster, or a file cannot be read.
+        """
+        from kubernetes.aio import client, config
+
+        configuration = client.Configuration()
+        if self.options.api_url is None:
+            try:
+                config.load_incluster_config(configuration)
+            except config.ConfigException as exc:
+                raise ConfigError(f"discovery=kubernetes: this is no pod of a cluster ({exc}); set kubernetes_api_url") from exc
+        else:
+            configuration.host = self.options.api_url
+            configuration.ssl_ca_cert = None if self.options.ca_file is None else str(self.options.ca_file)
+        self._client = client.ApiClient(configuration)
+        self._slices = client.DiscoveryV1Api(self._client)
+        self._pods = client.CoreV1Api(self._client)
+
+    async def close(self) -> None:
+        """End the connections. Idempotent."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def list_slices(self, **how: Any) -> Any:
+        """The answer to a list or a watch of the service's slices, not read; its owner closes it.
+
+        Raises:
+            GoneError: A watch was to go on from a version that is forgotten.
+            UnavailableError: The API refused.
+        """
+        from kubernetes.aio.client.exceptions import ApiException
+
+        await self._authorise()
+        selector = f"kubernetes.io/service-name={self.options.service}"
+        try:
+            response = await self._slices.list_namespaced_endpoint_slice_without_preload_content(
+                self.options.namespace, label_selector=selector, _request_timeout=WATCH_SECONDS * 2, **how
+            )
+        except ApiException as exc:
+            raise _refusal(exc.status) from exc
+        if response.status != 200:
+            response.close()
+            raise _refusal(response.status)
+        return response
+
+    async def annotate_pod(self, name: str, annotation: str, value: str) -> bool:
+        """Set an annotation of a pod of the namespace.
+
+        Returns:
+            Whether there is such a pod.
+
+        Raises:
+            UnavailableError: The API refused.
+            OSError: It cannot be reached; `TimeoutError` after `PATCH_TIMEOUT_S`.
+        """
+        from aiohttp import ClientError
+        from kubernetes.aio.client.exceptions import ApiException
+
+        await self._authorise()
+        body = {"metadata": {"annotations": {annotation: value}}}
+        try:
+            async with asyncio.timeout(PATCH_TIMEOUT_S):
+                response = await self._pods.patch_namespaced_pod_without_preload_content(
+                    name, self.options.namespace, body, _content_type=_MERGE
+                )
+        except ApiException as exc:
+            raise _refusal(exc.status) from exc
+        except ClientError as exc:
+            raise UnavailableError(f"the Kubernetes API: {type(exc).__name__}") from exc
+        status = response.status
+        response.close()
+        if status not in (200, 404):
+            raise _refusal(status)
+        return bool(status == 200)
+
+    async def _authorise(self) -> None:
+        """Tokens are replaced while we run."""
+        if self.options.token_file is not None:
+            token = await asyncio.to_thread(self.options.token_file.read_text, "utf-8")
+            self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
+
+
+def _refusal(status: object) -> UnavailableError:
+    return GoneError("the version is gone") if status == GONE else UnavailableError(f"the Kubernetes API answered with status {status}")
