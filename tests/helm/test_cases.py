@@ -57,6 +57,11 @@ def test_the_matrix_is_there() -> None:
         "placement",
         "tls",
         "scaled",
+        "gitops",
+        "injected",
+        "keda",
+        "kind",
+        "monitored",
     }
 
 

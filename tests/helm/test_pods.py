@@ -18,7 +18,24 @@ SIDECAR_PATHS = ("/run/lmcache/arena", "/run/lmcache/socket")
 UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
-@pytest.fixture(params=["default", "minimal", "external-redis", "models", "no-auth", "existing-secrets", "placement", "tls", "scaled"])
+@pytest.fixture(
+    params=[
+        "default",
+        "minimal",
+        "external-redis",
+        "models",
+        "no-auth",
+        "existing-secrets",
+        "placement",
+        "tls",
+        "scaled",
+        "gitops",
+        "injected",
+        "keda",
+        "kind",
+        "monitored",
+    ]
+)
 def rendering(chart: Chart, request: pytest.FixtureRequest) -> Rendering:
     """Each case of the matrix."""
     file: Path = chart.path / "ci" / f"{request.param}-values.yaml"
