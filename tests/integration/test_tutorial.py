@@ -1,0 +1,60 @@
+"""docs/tutorial.md, run as it is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
+BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = "--- end of block ---"
+TIMEOUT_S = 110
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
+    commands: list[str] = []
+    expected: list[str] = []
+    for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        if kind == "sh":
+            commands.append(text)
+            expected.append("")
+        else:
+            expected[-1] = text
+    assert any(expected)
+    script = "".join(f"{block}\necho '{MARK}'\n" for block in commands)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
+    environ = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONWARNINGS": "default"}
+    (tmp_path / "script").write_text(script)
+    with (tmp_path / "errors").open("wb") as errors:
+        shell = subprocess.Popen(
+            ["bash", "-eu", "script"],  # as somebody who types, but for stopping at the first failure
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=tmp_path,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            output, _ = shell.communicate(timeout=TIMEOUT_S)
+        finally:
+            with_children(shell.pid)
+    told = (tmp_path / "errors").read_text(errors="replace")
+    assert shell.returncode == 0, f"{output.decode()}\n{told}"
+    printed = [part.strip() for part in output.decode().split(f"{MARK}\n")][: len(expected)]
+    assert printed == [text.strip() for text in expected], told
+
+
+def with_children(group: int) -> None:
+    """End what the shell has begun, if it was stopped in the middle."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
