@@ -164,6 +164,9 @@ def test_the_broker_follows_the_sidecars(chart: Chart, tmp_path: Path) -> None:
     assert service["metadata"]["namespace"] == settings["kubernetes_namespace"]
     assert settings["kubernetes_port_name"] in {port["name"] for port in service["spec"]["ports"]}
     assert settings["discovery_tenant"] == "team-a"
+    assert settings["pod_deletion_cost"] is False
+    costs = settings_of(chart.render({"broker.podDeletionCost.enabled": True}), "broker", tmp_path)[0].model_dump()
+    assert costs["pod_deletion_cost"] is True
     alone = settings_of(chart.render({"broker.discovery.enabled": False}), "broker", tmp_path)[0].model_dump()
     assert alone["discovery"] == "registration"
 
