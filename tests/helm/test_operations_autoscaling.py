@@ -138,6 +138,12 @@ def test_refused(chart: Chart, what: str) -> None:
     assert sentence in chart.refuse(values)
 
 
+def test_every_contradiction_is_tested(chart: Chart) -> None:
+    """Those above, and the one of test_operations_monitoring.py."""
+    template = (chart.path / "templates" / "_requirements_operations.tpl").read_text(encoding="utf-8")
+    assert template.count("{{- fail ") == len(REFUSED) + 1
+
+
 def test_a_model_is_refused_too(chart: Chart) -> None:
     model = MODEL | {"replicaCount": 1, "autoscaling": {"enabled": True, "cpuPercent": 50}}
     assert "models (tiny).autoscaling is enabled, but models (tiny).replicaCount is 1" in chart.refuse({"models": [model]})
