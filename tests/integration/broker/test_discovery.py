@@ -112,6 +112,27 @@ async def test_a_pod_that_is_marked_for_deletion_drains_and_one_that_has_gone_lo
     await world.until_ids("b")
 
 
+async def test_one_that_registers_for_itself_is_there_once(api: KubernetesApi) -> None:
+    await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
+    async with following(api, discovery_tenant="acme", auth_tokens_file=None) as world:
+        async with asyncio.timeout(5):
+            while (await world.rest.get("/metrics")).text.find("\nlmcache_broker_peers 1.0\n") < 0:
+                await asyncio.sleep(0.01)
+        assert await world.peers() == {}, "it is taken to be another tenant's"
+        await world.register("a", "10.0.0.1")
+        assert "\nlmcache_broker_peers 1.0\n" in (await world.rest.get("/metrics")).text
+        assert list(await world.peers()) == ["a"]
+
+
+async def test_one_that_registers_only_while_it_ends_is_told_soon(world: World) -> None:
+    await world.api.put(endpoint_slice("s1", endpoint("b", "10.0.0.2"), endpoint("c", "10.0.0.3", ready=False, terminating=True)))
+    await asyncio.sleep(0.1)
+    assert (await world.register("c", "10.0.0.3"))["draining"] is False, "it has come in between"
+    await world.until(lambda peers: peers["c"]["draining"], seconds=3.0)
+    assert (await world.register("c", "10.0.0.3"))["draining"] is True
+    assert (await world.register("b", "10.0.0.2"))["draining"] is False
+
+
 async def test_one_that_is_not_ready_is_no_peer_and_keeps_its_own_lease(world: World) -> None:
     await world.register("a", "10.0.0.1")
     not_ready = [endpoint("a", "10.0.0.1", ready=False), endpoint("c", "10.0.0.3", ready=False)]

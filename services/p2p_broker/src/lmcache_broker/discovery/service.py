@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
+LEAVING_RENEW_S: Final = 1.0
+"""While somebody is about to end: it may register only now, at a broker that has just started, and has little time left for its drain."""
 
 
 class Discovery:
@@ -56,8 +58,9 @@ class Discovery:
 
     async def keep(self) -> None:
         """Apply what has changed, and now and then all of it; to be repeated."""
+        is_hasty = any(sighting.is_leaving for sighting in self._seen.values())
         try:
-            async with asyncio.timeout(RENEW_S):
+            async with asyncio.timeout(LEAVING_RENEW_S if is_hasty else RENEW_S):
                 await self._changed.wait()
         except TimeoutError:
             pass

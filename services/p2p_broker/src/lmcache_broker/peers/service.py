@@ -93,6 +93,7 @@ class PeerDirectory:
             raise ConflictError(f"peer {peer.id}: incarnation {known.peer.incarnation} is registered")
         if known is None or peer.incarnation > known.peer.incarnation:
             record = self._records[key] = PeerRecord(peer, key[0], load, draining, lease_ends_s)
+            self._forget_sightings_of(record)
         else:
             record = known
             record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
@@ -259,6 +260,12 @@ class PeerDirectory:
         live = {key: record for key, record in self._records.items() if now_s < record.lease_ends_s}
         self._num_expired += len(self._records) - len(live)
         self._records = live
+
+    def _forget_sightings_of(self, record: PeerRecord) -> None:
+        """It speaks for itself now, whoever it was taken to belong to."""
+        for other in self.at(record.peer.id, record.peer.distributed_url):
+            if other is not record and other.peer.incarnation == 0:
+                self.forget(other)
 
     def _make_room(self, owner: str, now_s: float) -> None:
         self._forget_expired(now_s)
