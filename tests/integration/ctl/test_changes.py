@@ -111,7 +111,7 @@ def test_everything_goes_only_when_asked_for(ctl: Ctl, cluster: SmallCluster) ->
 
 
 def test_a_drain_that_hangs_is_given_up(cluster: SmallCluster) -> None:
-    """Last but one: storage-1 stays drained."""
+    """From here on: storage-1 stays drained."""
     pid = cluster.services["storage-1"].pid
     timer = threading.Timer(8, os.kill, (pid, signal.SIGCONT))
     os.kill(pid, signal.SIGSTOP)
@@ -125,7 +125,7 @@ def test_a_drain_that_hangs_is_given_up(cluster: SmallCluster) -> None:
 
 
 def test_a_drain_is_watched_to_its_end(cluster: SmallCluster) -> None:
-    """Last: what was drained takes nothing any more."""
+    """What was drained takes nothing any more."""
     ctl = cluster.ctl()
     done = ctl.run("drain", "peer/sidecar", "--within", "60", "-o", "json", code=0)
     assert '"state": "done"' in done.stdout
@@ -136,3 +136,11 @@ def test_a_drain_is_watched_to_its_end(cluster: SmallCluster) -> None:
     table = ctl.text("drain", "sidecar/sidecar", "--within", "60")
     assert "done" in table
     assert "no live peer nobody" in ctl.text("drain", "peer/nobody", code=1)
+
+
+def test_drains_and_a_dead_service_are_seen_by_top(cluster: SmallCluster) -> None:
+    """Last: a service ends."""
+    cluster.services["broker"].stop(signal.SIGKILL)
+    told = cluster.ctl().text("top", "--once", "--interval", "0.2")
+    assert "drain of sidecar sidecar: done" in told
+    assert "cannot connect" in told

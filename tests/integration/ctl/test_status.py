@@ -38,7 +38,7 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
         "capacity_bytes": 0,
     }
     sidecar = by_kind["sidecar sidecar"]
-    assert sidecar["traffic"]["num_wanted"] == sidecar["traffic"]["num_found"] == NUM_CHUNKS
+    assert sidecar["traffic"]["num_wanted"] == sidecar["traffic"]["num_found"] >= NUM_CHUNKS
     assert sidecar["facts"] == {"engines": "1", "registered": "yes", "models": "org/model"}
     assert sidecar["tiers"][0]["name"] == "Hot"
     assert sidecar["tiers"][0]["num_chunks"] == NUM_CHUNKS

@@ -11,22 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
-import httpx
-import pytest
-
-from tests.fixtures.ctl import SmallCluster, small_cluster
+from tests.fixtures.ctl import SmallCluster
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 3
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
-    with small_cluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 def test_what_happens_in_between_is_told(cluster: SmallCluster) -> None:
@@ -88,16 +78,3 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
         os.close(near)
     assert "storage-1" in seen
     assert "Traceback" not in seen
-
-
-def test_a_drain_and_a_dead_service_are_seen(cluster: SmallCluster) -> None:
-    ctl = cluster.ctl()
-    token = (cluster.directory / "token").read_text().strip()
-    answer = httpx.post(
-        cluster.services["storage-1"].url + "/v1/admin/drain", headers={"authorization": f"Bearer {token}"}, trust_env=False
-    )
-    answer.raise_for_status()
-    cluster.services["broker"].stop(signal.SIGKILL)
-    told = ctl.text("top", "--once", "--interval", "0.2")
-    assert "drain of storage storage-1: done" in told
-    assert "cannot connect" in told
