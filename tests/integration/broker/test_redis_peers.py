@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from lmcache_broker.peers import redis_peers
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.shared import PlacedOrder, PullClaim, PullUnderway, PullVerdict, SharedPeer
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.p2p import CopyOrder, DrainReport, Peer
+from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
 from lmcache_servicekit.redis_target import RedisTarget
 
 from tests.fixtures.redis_cluster import running_cluster
@@ -70,6 +72,30 @@ async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, R
     await one.remove("acme", "b")
     (gone,) = (await two.changes()).peers
     assert gone.is_gone
+
+
+async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_write_is_read(
+    pair: tuple[RedisPeers, RedisPeers], url: str
+) -> None:
+    one, two = pair
+    figures = PeerFigures(3, {"Hot": 2}, {"Hot": 20}, {"never_stored": 1}, 4, 40, {"b": 9}, (TierFigures("Hot", 4, 40, 80),), 7)
+    await one.announce([replace(shared(), figures=figures)])
+    (found,) = (await two.changes()).peers
+    assert found.figures == figures
+    records = redis_peers.scripts.KEYS[0]
+    written = await one._redis.hget(records, "acme/a")
+    head, told = written[:37], json.loads(written[37:])
+    for others, wanted in (
+        (told[:6], None),
+        ([*told, {"later": 1}], figures),
+        ([*told[:6], {**told[6], "watts": 3}], figures),
+        ([*told[:6], {"requested_chunks": "many"}], None),
+    ):
+        await one._redis.hset(records, "acme/a", head + json.dumps(others).encode())
+        fresh = RedisPeers(RedisTarget.read(url), 5.0)
+        (found,) = (await fresh.changes()).peers
+        await fresh.close()
+        assert (found.peer, found.figures) == (shared().peer, wanted)
 
 
 async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(pair: tuple[RedisPeers, RedisPeers]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.p2p import BrokerClient, Peer
+from lmcache_core.p2p import BrokerClient, Peer, PeerFigures
 from lmcache_core.security import TicketVerifier, read_ticket_keys
 
 from tests.fixtures.redis_server import RedisServer, running_redis
@@ -233,3 +233,22 @@ async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: 
 async def told_again(redis_server: RedisServer) -> bool:
     with redis_server.client() as client:
         return bool(client.hlen("lmcache:{broker}:records"))
+
+
+async def test_the_page_of_both_shows_the_same(brokers: list[BrokerClient], processes: list[ServiceProcess]) -> None:
+    first = PeerFigures(requested_chunks=5, loaded_bytes={"Hot": 50}, pulled_bytes={"b": 30})
+    await brokers[0].register(peer("a"), load=0.5, ttl_ms=LEASE_MS, figures=first)
+    await brokers[1].register(peer("b"), load=0.5, ttl_ms=LEASE_MS, figures=PeerFigures(requested_chunks=2))
+
+    def seen(process: ServiceProcess) -> dict[str, object]:
+        body = httpx.get(f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=5.0, trust_env=False).json()
+        return {"ids": [one["id"] for one in body["peers"]], **{name: body[name] for name in ("links", "totals", "is_shared")}}
+
+    await asyncio.sleep(0.1)
+    one, two = [await asyncio.to_thread(seen, process) for process in processes]
+    assert one == two
+    assert (one["ids"], one["is_shared"]) == (["a", "b"], True)
+    assert one["links"] == [{"requester": "a", "server": "b", "num_bytes": 30}]
+    totals = one["totals"]
+    assert isinstance(totals, dict)
+    assert (totals["requested_chunks"], totals["loaded_bytes"]) == (7, {"Hot": 50})
