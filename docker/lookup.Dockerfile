@@ -10,7 +10,7 @@ COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/lookup/pyproject.toml services/lookup/
-RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast]' services/lookup > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' services/lookup > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core

@@ -10,7 +10,7 @@ COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/sidecar/pyproject.toml services/sidecar/
-RUN python dependencies.py 'libs/lmcache_core[redis,codec]' 'services/servicekit[fast]' services/sidecar > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis,codec]' 'services/servicekit[fast,traces]' services/sidecar > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core

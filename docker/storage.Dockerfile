@@ -10,7 +10,7 @@ COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/cache_storage/pyproject.toml services/cache_storage/
-RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast]' 'services/cache_storage[s3]' > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' 'services/cache_storage[s3]' > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core
