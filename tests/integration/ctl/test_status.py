@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.ctl import Ctl, SmallCluster, wait_until_ready
 from tests.fixtures.guarded_services import TOKENS, guarded_services, secure
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
@@ -94,6 +94,9 @@ def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -
 def test_mutual_tls(tmp_path: Path) -> None:
     with guarded_services(tmp_path) as guarded:
         (tmp_path / "token").write_text(TOKENS["acme-operator"])
+        for name in guarded.services:
+            with guarded.rest(name) as client:
+                wait_until_ready(client)
         urls = [f"--{name}-url={secure(service)}" for name, service in guarded.services.items()]
         ctl = Ctl([*urls, f"--token-file={tmp_path / 'token'}"])
         found = ctl.json("status", "--tls", f"{guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}")
