@@ -52,6 +52,13 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
         assert int(shown["Hot"]) == used > 0
 
 
+def test_storage_tells_how_full_it_is(page: Page, cluster: Cluster) -> None:
+    shown = page.values("[data-row='storage-0'] [data-tier]", "tier")
+    (storage,) = [peer for peer in cluster.overview()["peers"] if peer["id"] == "storage-0"]
+    assert shown == {tier["name"]: str(tier["used_bytes"]) for tier in storage["figures"]["tiers"]}
+    assert "of 21.5 MB" in page.texts("[data-row='storage-0'] [data-tier]")[0]
+
+
 def test_time_goes_by(page: Page, cluster: Cluster) -> None:
     def shown() -> dict[str, int]:
         page.fresh()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
@@ -12,9 +12,11 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, distributed_url_of
+from lmcache_core.p2p import BrokerClient, Peer, PeerFigures, PeerRegistration, distributed_url_of
+from lmcache_core.p2p.figures import tier_figures
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend
 from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
@@ -106,7 +108,7 @@ class _Opening:
         self._state.ports["lm_port"] = lm_server.port
         await self._open_compat(store, counters)
         url = settings.advertise_url or distributed_url_of(settings.lm_host, lm_server.port, settings.tls_cert_file is not None)
-        registration = await self._join_broker(url)
+        registration = await self._join_broker(url, [hot] if disk is None else [hot, disk])
         pins = PinBoard(stack, settings.memory_bytes, settings.tier_timeout_s)
         self._tasks.repeat("pins", pins.expire, PIN_CHECK_S)
         self._exits.callback(pins.close)
@@ -209,7 +211,7 @@ class _Opening:
             self._exits.push_async_callback(tasks.close)
         return reporter
 
-    async def _join_broker(self, advertise_url: str) -> PeerRegistration | None:
+    async def _join_broker(self, advertise_url: str, tiers: Sequence[StorageBackend]) -> PeerRegistration | None:
         """Become known to the broker, in the background: it is not waited for."""
         settings = self._settings
         if settings.broker_url is None:
@@ -219,7 +221,12 @@ class _Opening:
         self._exits.push_async_callback(client.close)
         self._broker = client
         peer = Peer(settings.instance_id, time.time_ns(), advertise_url, "storage", settings.zone, settings.node)
-        registration = PeerRegistration(client, peer)
+
+        def figures() -> PeerFigures:
+            """What engines asked for, their sidecars tell."""
+            return PeerFigures(tiers=tier_figures({tier.name: tier.stats() for tier in tiers}))
+
+        registration = PeerRegistration(client, peer, figures=figures)
         await registration.open()
         self._exits.push_async_callback(registration.close)
         return registration

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmcache_core.p2p import PeerFigures, TierFigures
-from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, MAX_TIERS, bounded
+from lmcache_core.p2p import PeerFigures
+from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
 from lmcache_core.telemetry import Counters
 
 from lmcache_sidecar import metrics
@@ -40,13 +40,6 @@ class HeartbeatFigures:
             stored_chunks=min(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
             stored_bytes=min(values.get((metrics.STORED_BYTES_TOTAL, ""), 0), MAX_COUNT),
             pulled_bytes={} if self._tiers.pulled is None else bounded(self._tiers.pulled.snapshot(), MAX_COUNTED_PEERS),
-            tiers=self._tier_figures(),
+            tiers=tier_figures({tier.name: tier.stats() for tier in self._tiers.local}),
             sole_bytes=None if self._sole is None else self._sole.num_bytes,
         )
-
-    def _tier_figures(self) -> tuple[TierFigures, ...]:
-        found = []
-        for tier in self._tiers.local[:MAX_TIERS]:
-            stats = tier.stats()
-            found.append(TierFigures(tier.name, stats.get("num_chunks", 0), stats.get("used_bytes", 0), stats.get("capacity_bytes", 0)))
-        return tuple(found)

@@ -65,3 +65,15 @@ def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> d
     """The largest of these counts, at most so many, with names that a heartbeat may hold."""
     named = ((name, min(count, MAX_COUNT)) for name, count in counts.items() if 0 < len(name) <= MAX_LABEL_CHARS)
     return dict(sorted(named, key=lambda entry: (-entry[1], entry[0]))[:max_names])
+
+
+def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, ...]:
+    """How full tiers are.
+
+    Args:
+        stats: `StorageBackend.stats` of each, by its name.
+    """
+    return tuple(
+        TierFigures(name, figures.get("num_chunks", 0), figures.get("used_bytes", 0), figures.get("capacity_bytes", 0))
+        for name, figures in list(stats.items())[:MAX_TIERS]
+    )
