@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Final
 
 from lmcache_core.telemetry.request_context import REQUEST_ID_HEADER, TRACEPARENT_HEADER, Carried, make_request_id, working_for
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lmcache_servicekit.metrics import UNMATCHED
 from lmcache_servicekit.state import ServiceState
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
+_BEGIN: Final = re.compile(r"/v1/(?:admin/)?[a-z]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$")
 _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """What is asked all the time, by nobody's request."""
 
@@ -50,8 +53,9 @@ class RequestMiddleware:
 
 
 def _name_of(scope: Scope) -> str:
-    """Method and the path's first two parts: the others may name chunks or instances, and names are to be few."""
-    return f"{scope['method']} {'/'.join(scope['path'].split('/')[:3])}"
+    """Method and the path's begin, as far as it can be one of ours: what else callers write there may be secret."""
+    begin = _BEGIN.match(scope["path"])
+    return f"{scope['method']} {begin[0] if begin else UNMATCHED}"
 
 
 def _came_with(scope: Scope) -> Carried:
