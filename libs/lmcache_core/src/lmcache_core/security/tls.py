@@ -31,6 +31,11 @@ class TlsFiles:
     key_file: Path | None = None
     ca_file: Path | None = None
 
+    @classmethod
+    def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
+        """As an engine's options name them."""
+        return cls(*(None if name is None else Path(name) for name in (cert_file, key_file, ca_file)))
+
     @property
     def paths(self) -> list[Path]:
         """Those that are set."""
