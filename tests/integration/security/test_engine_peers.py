@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_core.config import LMCacheEngineConfig
@@ -91,7 +92,7 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(engines
     if lacks == "trust in the peer":
         reader = engines.start(peer_tls_ca_file=str(engines.stranger.file))
     elif lacks == "a certificate":
-        plain = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
+        plain: dict[str, Any] = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
         reader = engines.start(**plain, peer_tls_cert_file=None, peer_tls_key_file=None)
     else:
         reader = engines.start(engines.pair(engines.stranger))
@@ -105,7 +106,7 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(engines
 
 def test_without_a_client_ca_no_certificate_is_asked_for(engines: TlsEngines) -> None:
     store(engines.start(peer_tls_client_ca_file=None))
-    plain = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
+    plain: dict[str, Any] = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
     reader = engines.start(**plain, peer_tls_cert_file=None, peer_tls_key_file=None)
     until_found(reader)
     retrieve(reader)
@@ -158,12 +159,12 @@ def renew(pair: Pair, other: Pair) -> None:
 @pytest.mark.parametrize("name", ["peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file", "peer_tls_client_ca_file"])
 def test_a_file_that_is_not_there_is_named_at_once(engines: TlsEngines, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="absent"):
-        engines.start(**{name: str(tmp_path / "absent")})
+        engines.start(None, None, **{name: str(tmp_path / "absent")})
 
 
 def test_an_address_of_this_machine_for_others_is_refused_unencrypted(engines: TlsEngines) -> None:
     """By the process that would listen there, before it does."""
-    plain = {"distributed_url": "lm://192.0.2.1:65433", "peer_tls_cert_file": None, "peer_tls_key_file": None}
+    plain: dict[str, Any] = {"distributed_url": "lm://192.0.2.1:65433", "peer_tls_cert_file": None, "peer_tls_key_file": None}
     options = engines.options(**plain, peer_tls_client_ca_file=None)
     with pytest.raises(ConfigError, match="peer_allow_plaintext=False: other machines reach it, and chunks and tickets could be read"):
         LMCacheEngineConfig.from_defaults(**options)
