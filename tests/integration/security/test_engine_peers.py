@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,9 @@ from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
-from tests.fixtures.tls import Pair, client_tls, replace
+from tests.fixtures.tls import Authority, Pair, client_tls, replace
 from tests.fixtures.tls_engines import NUM_TOKENS, TlsEngines, num_retrieved, retrieve, store, tls_engines, until_found
 
 PEER = "P2PBackend"
@@ -85,8 +87,17 @@ def test_engine_and_sidecar_pull_from_one_another(beside_sidecars: TlsEngines) -
     assert reader.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS, "from the sidecar, which alone is left"
 
 
-@pytest.mark.parametrize("lacks", ["trust in the peer", "a certificate", "a certificate that the peer trusts"])
-def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(engines: TlsEngines, lacks: str) -> None:
+WHAT_TO_DO = {
+    "trust in the peer": "certificate verify failed",
+    "a certificate": "if it wants a certificate of its callers, set peer_tls_cert_file",
+    "a certificate that the peer trusts": "one of its authorities must have signed that in peer_tls_cert_file",
+}
+
+
+@pytest.mark.parametrize("lacks", list(WHAT_TO_DO))
+def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(
+    engines: TlsEngines, lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """An engine that encrypts nothing itself still reads from those that do, if they let it."""
     store(engines.start())
     if lacks == "trust in the peer":
@@ -100,6 +111,8 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(engines
     begin = time.monotonic()
     assert num_retrieved(reader) == 0
     assert time.monotonic() - begin < 2.0
+    assert caplog.text.count(" failed: lm+tls://127.0.0.1:") == 1, "one line, however often they ask"
+    assert WHAT_TO_DO[lacks] in caplog.text
     store(reader)
     retrieve(reader)
 
@@ -135,6 +148,22 @@ async def test_a_certificate_is_needed_and_is_no_ticket(engines: TlsEngines) -> 
                 await client.get([make_key("a")], lambda n: BytesBufferMemoryObj(bytearray(n)), ticket="none")
         finally:
             await client.close()
+
+
+def test_lookup_and_broker_that_want_a_certificate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    house = Authority(tmp_path, "services")
+    pair, own = house.sign("services"), house.sign("engine")
+    files = {"tls_cert_file": pair.cert, "tls_key_file": pair.key, "tls_client_ca_file": house.file}
+    with Processes(tmp_path, quiet_environment()) as processes, tls_engines(Neighbourhood(processes, tmp_path, files), tmp_path) as started:
+        plain: dict[str, Any] = {"distributed_url": f"lm://127.0.0.1:{free_port()}", "peer_tls_client_ca_file": None}
+        started.start(None, house, **plain, peer_tls_cert_file=None, peer_tls_key_file=None)
+        hint = "if it wants a certificate of its callers, set peer_tls_cert_file"
+        eventually(lambda: all(re.search(f"{name} https://.*{hint}", caplog.text) for name in ("lookup", "broker")))
+        a, b = started.start(own, house), started.start(own, house)
+        store(a)
+        until_found(b)
+        retrieve(b)
+        assert b.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS
 
 
 def test_certificates_and_authorities_are_read_again(engines: TlsEngines) -> None:

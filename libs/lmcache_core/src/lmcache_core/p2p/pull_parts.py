@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from lmcache_core.p2p.broker_client import BrokerClient
 from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
 from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.telemetry.sparse_log import SparseLog
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class PullParts:
         times: How long pulls took.
         budget: How many may be doubled.
         figures: What came of them.
+        log: Tells of peers that fail.
     """
 
     instance: str
@@ -55,3 +60,4 @@ class PullParts:
     times: PullTimes = field(default_factory=PullTimes)
     budget: HedgeBudget = field(default_factory=HedgeBudget)
     figures: PullFigures = field(default_factory=PullFigures)
+    log: SparseLog = field(default_factory=lambda: SparseLog(logger))

@@ -74,7 +74,7 @@ def create_lower_tiers(
 
 def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
     files = TlsFiles.named(config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file)
-    return ClientTls(client_context(files)) if files.paths else None
+    return ClientTls(client_context(files, "remote_tls_cert_file")) if files.paths else None
 
 
 def create_surroundings(config: LMCacheEngineConfig) -> Neighbours | Alone:

@@ -145,7 +145,8 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
         ConfigError: A file cannot be read or does not fit.
     """
     cert_file, key_file = config.peer_tls_cert_file, config.peer_tls_key_file
-    client = ClientTls(client_context(TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file)), config.peer_tls_name, True)
+    shown = client_context(TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file), "peer_tls_cert_file")
+    client = ClientTls(shown, config.peer_tls_name, only_encrypted=True)
     if not is_encrypted(config.distributed_url or ""):
         return client, None
     return client, server_context(TlsFiles.named(cert_file, key_file, config.peer_tls_client_ca_file))
