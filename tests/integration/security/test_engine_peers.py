@@ -191,6 +191,12 @@ def test_a_file_that_is_not_there_is_named_at_once(engines: TlsEngines, tmp_path
         engines.start(None, None, **{name: str(tmp_path / "absent")})
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "-pod"])
+def test_an_address_that_nobody_can_reach_is_named_at_once(engines: TlsEngines, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^distributed_url='lm\+tls://"):
+        engines.start(distributed_url=f"lm+tls://{host}:65433")
+
+
 def test_an_address_of_this_machine_for_others_is_refused_unencrypted(engines: TlsEngines) -> None:
     """By the process that would listen there, before it does."""
     plain: dict[str, Any] = {"distributed_url": "lm://192.0.2.1:65433", "peer_tls_cert_file": None, "peer_tls_key_file": None}

@@ -13,11 +13,11 @@ from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.errors import AuthenticationError, ConfigError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, parse_distributed_url
-from lmcache_core.p2p.distributed_url import is_encrypted
+from lmcache_core.p2p.distributed_url import DistributedUrl, is_encrypted
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.security import ClientTls, Principal, TicketKeyFile, TicketVerifier, TlsFiles, TokenFile, client_context, server_context
 from lmcache_core.storage.announcer import TierAnnouncer
@@ -55,7 +55,7 @@ class Neighbours:
         assert config.distributed_url is not None, "the config has checked it"
         token = None if config.peer_token_file is None else TokenFile(Path(config.peer_token_file), "peer_token_file")
         self._url = config.distributed_url
-        self._address = parse_distributed_url(self._url)
+        self._address = _address(self._url)
         self._instance = f"{self._address.host}-{self._address.port}".replace(":", "-")
         self._timeout_s = config.tier_timeout_s
         self._keys = None if config.peer_ticket_keys_file is None else TicketKeyFile(Path(config.peer_ticket_keys_file))
@@ -136,6 +136,13 @@ class Neighbours:
         """Leave. Idempotent."""
         self._loop = None
         await self._exits.aclose()
+
+
+def _address(url: str) -> DistributedUrl:
+    try:
+        return parse_distributed_url(url)
+    except ValueError as exc:
+        raise ConfigError(f"distributed_url={url!r}: {exc}") from None
 
 
 def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
