@@ -45,6 +45,15 @@ FROM_LEGACY = [
     ("error_handling", False),
 ]
 OURS = [
+    ("broker_url", None),
+    ("peer_token_file", None),
+    ("peer_ticket_keys_file", None),
+    ("peer_tls_cert_file", None),
+    ("peer_tls_key_file", None),
+    ("peer_tls_ca_file", None),
+    ("peer_tls_client_ca_file", None),
+    ("peer_tls_name", None),
+    ("peer_allow_plaintext", False),
     ("sidecar_socket", None),
     ("verify_hot", "always"),
     ("tier_timeout_s", 2.0),
@@ -60,9 +69,6 @@ OURS = [
     ("remote_tls_ca_file", None),
     ("remote_tls_cert_file", None),
     ("remote_tls_key_file", None),
-    ("broker_url", None),
-    ("peer_token_file", None),
-    ("peer_ticket_keys_file", None),
     ("otlp_endpoint", None),
     ("trace_sample_ratio", 0.01),
 ]

@@ -22,6 +22,7 @@ from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
 from tests.fixtures.peers import Proxy
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
+from tests.fixtures.tls_engines import tls_engines
 
 NUM_CHUNKS = 64
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
@@ -36,20 +37,27 @@ def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
 
 
 @contextmanager
-def slow_sidecar(neighbourhood: Neighbourhood, name: str) -> Iterator[tuple[Sidecar, Proxy]]:
-    """One that peers reach through a slow line only, and prefer."""
+def slow_line() -> Iterator[Proxy]:
+    """Before nothing yet."""
     loop = LoopThread("proxy")
     loop.open()
     proxy = Proxy(0, SLOW_BYTES_PER_S)
     loop.run(proxy.open(), 5)
     try:
+        yield proxy
+    finally:
+        loop.run(proxy.close(), 5)
+        loop.close()
+
+
+@contextmanager
+def slow_sidecar(neighbourhood: Neighbourhood, name: str) -> Iterator[tuple[Sidecar, Proxy]]:
+    """One that peers reach through a slow line only, and prefer."""
+    with slow_line() as proxy:
         url = f"lm://127.0.0.1:{proxy.port}"
         sidecar = neighbourhood.sidecar(name, distributed_url=url, node="here", tier_timeout_s=8.0)
         proxy.target = sidecar.ports["lm_port"]
         yield sidecar, proxy
-    finally:
-        loop.run(proxy.close(), 5)
-        loop.close()
 
 
 def kill_in_the_middle(sidecar: Sidecar, proxy: Proxy, after_bytes: int) -> threading.Thread:
@@ -76,9 +84,9 @@ def retrieve_while_it_dies(victim: Sidecar, proxy: Proxy, reader: Sidecar) -> di
         return retrieve_by(engine, victim, proxy)
 
 
-def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy) -> dict[str, int]:
+def retrieve_by(engine: LMCacheEngine, victim: Sidecar, proxy: Proxy, after_bytes: int = 6_000) -> dict[str, int]:
     kv, target = random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
-    killer = kill_in_the_middle(victim, proxy, 6_000)
+    killer = kill_in_the_middle(victim, proxy, after_bytes)
     assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
     tiers = {tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("P2PBackend", "RemoteBackend")}
     killer.join()
@@ -109,6 +117,25 @@ def test_the_rest_comes_from_storage(neighbourhood: Neighbourhood, tmp_path: Pat
         tiers = retrieve_while_it_dies(a, proxy, reader)
         assert tiers["RemoteBackend"] > 0
         assert sum(tiers.values()) == NUM_TOKENS
+
+
+def test_an_engine_that_pulls_over_tls_gets_the_rest_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path / 'shared'}"
+    writer = neighbourhood.sidecar("writer", remote_url=url)
+    store_at(writer)
+    writer.process.kill()
+    with tls_engines(neighbourhood, tmp_path) as engines, slow_line() as proxy:
+        a = engines.sidecar("a", distributed_url=f"lm+tls://127.0.0.1:{proxy.port}")
+        proxy.target = a.ports["lm_port"]
+        with engine_at(a.socket) as beside:
+            beside.store(tokens_of(NUM_TOKENS, 1), kvcaches=random_kv(NUM_TOKENS, 1))
+        reader = engines.start(remote_url=url, tier_timeout_s=9.0, prefill_tokens_per_s=1.0)
+        eventually(lambda: reader.lookup(tokens_of(NUM_TOKENS, 1), ["P2PBackend"]) == NUM_TOKENS)
+        tiers = retrieve_by(reader, a, proxy, after_bytes=20_000)
+    assert tiers["P2PBackend"] > 0
+    assert tiers["RemoteBackend"] > 0
+    assert sum(tiers.values()) == NUM_TOKENS
 
 
 def test_an_engine_without_a_sidecar_gets_the_rest_from_storage(neighbourhood: Neighbourhood, tmp_path: Path) -> None:

@@ -27,4 +27,5 @@ def client_tls(settings: TierSettings) -> ClientTls:
         ConfigError: A file cannot be read or does not fit.
     """
     files = TlsFiles(settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file)
-    return ClientTls(client_context(files), settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file))
+    context = client_context(files, "tls_client_cert_file")
+    return ClientTls(context, settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file))

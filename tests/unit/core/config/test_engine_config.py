@@ -60,6 +60,8 @@ def test_an_option_like_none_of_ours_is_refused_with_the_list():
 
 
 PEERS = {"enable_p2p": True, "lookup_url": "http://l:8081", "broker_url": "http://b:8082", "distributed_url": "lm://127.0.0.1:65433"}
+OPEN = {"distributed_url": "lm://10.0.0.1:65433", "peer_ticket_keys_file": "/keys"}
+SECURE = {"distributed_url": "lm+tls://10.0.0.1:65433", "peer_tls_cert_file": "/cert"}
 IMPOSSIBLE = [
     *(("chunk_size", v) for v in (0, -1, 65537, 256.0, "256", True, None)),
     *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
@@ -84,6 +86,8 @@ IMPOSSIBLE = [
     *(("enable_blending", v) for v in (True, "no")),
     *(("trace_sample_ratio", v) for v in (-0.1, 1.1, "half", None)),
     *((name, v) for name in ("broker_url", "peer_token_file", "peer_ticket_keys_file", "otlp_endpoint") for v in (5, False, "", " ")),
+    *((f"peer_tls_{name}", v) for name in ("cert_file", "key_file", "ca_file", "client_ca_file", "name") for v in (5, False, "", " ")),
+    *(("peer_allow_plaintext", v) for v in ("false", 0, None)),
     *((f"remote_tls_{name}_file", v) for name in ("ca", "cert", "key") for v in (5, False, "", " ")),
     ("enable_blending", None),
     *(("salt", v) for v in (None, 12345)),
@@ -137,7 +141,11 @@ def test_every_option_refuses_something():
         {"enable_p2p": False, "lookup_url": "localhost:6379", "distributed_url": "localhost:8200"},
         PEERS,
         PEERS | {"distributed_url": "lm://[::1]:65433"},
-        PEERS | {"distributed_url": "lm://10.0.0.1:65433", "peer_ticket_keys_file": "/keys", "peer_token_file": "/token"},
+        PEERS | OPEN | {"peer_allow_plaintext": True, "peer_token_file": "/token"},
+        PEERS | {"distributed_url": "lm+tls://127.0.0.1:65433", "peer_tls_cert_file": "/pair"},
+        PEERS | {"peer_tls_ca_file": "/ca", "peer_tls_name": "pod.example"},
+        PEERS | OPEN | SECURE | {"peer_tls_key_file": "/key", "peer_tls_client_ca_file": "/ca"},
+        {"distributed_url": "lm://10.0.0.1:65433", "peer_tls_cert_file": "/pair"},
         {"local_disk": None, "max_local_disk_size": 5.0},
         {"sidecar_socket": "/s", "max_local_cpu_size": 20, "lookup_url": "localhost:6379", "save_unfull_chunk": False},
         {"sidecar_socket": "/s", "max_local_cpu_size": 0},
@@ -154,8 +162,18 @@ def test_the_ends_of_the_ranges_are_possible(values):
 
 CONTRADICTORY = [
     *(({**PEERS, name: None}, "set all three") for name in ("lookup_url", "broker_url", "distributed_url")),
-    *((PEERS | {"distributed_url": url}, "at lm://host:port") for url in ("localhost:8200", "lm://h", "lm+tls://h:1", "lm://u:p@h:1")),
+    *(
+        (PEERS | {"distributed_url": url}, "or lm://host:port")
+        for url in ("localhost:8200", "lm://h", "lm+tls://h", "https://h:1", "lm://u:p@h:1")
+    ),
     *((PEERS | {"distributed_url": url}, "set peer_ticket_keys_file") for url in ("lm://10.0.0.1:65433", "lm://pod:65433")),
+    (PEERS | SECURE, "set peer_ticket_keys_file"),
+    (PEERS | OPEN, "set peer_tls_cert_file, or set peer_allow_plaintext"),
+    (PEERS | OPEN | {"distributed_url": "lm://localhost.example:1"}, "could be read on their way"),
+    (PEERS | {"distributed_url": "lm+tls://127.0.0.1:1"}, "needs a certificate; set peer_tls_cert_file"),
+    (PEERS | OPEN | {"peer_tls_cert_file": "/cert", "peer_allow_plaintext": True}, "write a distributed_url with lm.tls"),
+    (PEERS | {"peer_tls_client_ca_file": "/ca"}, "write a distributed_url with lm.tls"),
+    (PEERS | {"peer_tls_key_file": "/key"}, "set peer_tls_cert_file or leave peer_tls_key_file out"),
     ({"local_disk": "file:///cache/"}, "set max_local_disk_size"),
     ({"max_local_cpu_size": 0}, "give it some GB"),
     ({"max_local_cpu_size": 0, "local_cpu": False}, "give it some GB"),
@@ -186,6 +204,12 @@ BESIDE_SIDECAR = {
     "broker_url": ("http://b:8082", "broker_url"),
     "peer_token_file": ("/t", "service_token_file"),
     "peer_ticket_keys_file": ("/k", "ticket_keys_file"),
+    "peer_tls_cert_file": ("/c", "tls_cert_file and tls_client_cert_file"),
+    "peer_tls_key_file": ("/k", "tls_key_file and tls_client_key_file"),
+    "peer_tls_ca_file": ("/ca", "tls_ca_file"),
+    "peer_tls_client_ca_file": ("/ca", "tls_client_ca_file"),
+    "peer_tls_name": ("pod.example", "tls_peer_name"),
+    "peer_allow_plaintext": (True, "allow_plaintext"),
     "local_disk_serde": ("cachegen", "disk_serde"),
 }
 

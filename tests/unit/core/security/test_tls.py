@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 from lmcache_core.errors import ConfigError
-from lmcache_core.security import TlsFiles, client_context, no_context, server_context
+from lmcache_core.security import TlsFiles, client_context, no_context, server_context, why_silent
 
 from tests.fixtures.tls import Authority
 
@@ -66,3 +66,10 @@ def test_who_goes_round_it_gets_no_connection(tmp_path: Path) -> None:
     context = server_context(TlsFiles(pair.cert, pair.key))
     assert context.get_ca_certs() == []
     assert context.verify_mode == ssl.CERT_REQUIRED
+
+
+def test_who_hangs_up_without_a_word_may_miss_a_certificate(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).sign("client")
+    assert why_silent(client_context(cert_option="my_cert_file")) == "; if it wants a certificate of its callers, set my_cert_file"
+    assert "must have signed that in my_cert_file" in why_silent(client_context(TlsFiles(pair.cert, pair.key), "my_cert_file"))
+    assert [why_silent(context) for context in (None, no_context(), client_context())] == [""] * 3

@@ -80,25 +80,60 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         ("enable_p2p", "lookup_url", "broker_url", "distributed_url"),
-        lambda c: c.enable_p2p and c.sidecar_socket is None and not (c.lookup_url and c.broker_url and c.distributed_url),
+        lambda c: _is_peer(c) and not (c.lookup_url and c.broker_url and c.distributed_url),
         "peers are found by lookup and broker, and reach this engine at its distributed_url; set all three",
     ),
     Contradiction(
         ("enable_p2p", "distributed_url"),
-        lambda c: c.enable_p2p and c.sidecar_socket is None and not _is_lm_address(c.distributed_url or ""),
-        "peers reach an engine at lm://host:port; what has to be encrypted needs a sidecar",
+        lambda c: _is_peer(c) and not _is_lm_address(c.distributed_url or ""),
+        "peers reach an engine at lm+tls://host:port or lm://host:port",
     ),
     Contradiction(
         ("enable_p2p", "distributed_url", "peer_ticket_keys_file"),
-        lambda c: c.enable_p2p and c.sidecar_socket is None and not c.peer_ticket_keys_file and not _is_loopback(c.distributed_url or ""),
+        lambda c: _is_peer(c) and not c.peer_ticket_keys_file and not _is_loopback(c.distributed_url or ""),
         "other machines reach it, and nothing is asked of them; set peer_ticket_keys_file to the keys that the broker signs with",
+    ),
+    Contradiction(
+        ("distributed_url", "peer_tls_cert_file"),
+        lambda c: _is_peer(c) and _is_encrypted(c) and c.peer_tls_cert_file is None,
+        "what is encrypted there needs a certificate; set peer_tls_cert_file to one that names the host, or the peer_tls_name of peers",
+    ),
+    Contradiction(
+        ("distributed_url", "peer_tls_cert_file", "peer_tls_client_ca_file"),
+        lambda c: _is_peer(c) and not _is_encrypted(c) and bool(c.peer_tls_cert_file or c.peer_tls_client_ca_file),
+        "nothing there is encrypted; write a distributed_url with lm+tls, or leave the files out",
+    ),
+    Contradiction(
+        ("peer_tls_key_file", "peer_tls_cert_file"),
+        lambda c: _is_peer(c) and c.peer_tls_key_file is not None and c.peer_tls_cert_file is None,
+        "a key without its certificate; set peer_tls_cert_file or leave peer_tls_key_file out",
+    ),
+    Contradiction(
+        ("distributed_url", "peer_allow_plaintext"),
+        lambda c: _is_peer(c) and not (_is_encrypted(c) or c.peer_allow_plaintext or _is_loopback(c.distributed_url or "")),
+        "other machines reach it, and chunks and tickets could be read on their way; write it with lm+tls and set peer_tls_cert_file, or "
+        "set peer_allow_plaintext to true if the network is trusted or encrypts by itself",
     ),
 )
 
 
+def _is_peer(config: LMCacheEngineConfig) -> bool:
+    return config.enable_p2p and config.sidecar_socket is None
+
+
+def _is_encrypted(config: LMCacheEngineConfig) -> bool:
+    parts = _split(config.distributed_url or "")
+    return parts is not None and parts.scheme in TLS_SCHEMES
+
+
 def _is_lm_address(url: str) -> bool:
     parts = _split(url)
-    return parts is not None and parts.scheme == "lm" and bool(parts.hostname) and not (parts.path or parts.username or parts.query)
+    return (
+        parts is not None
+        and parts.scheme in ("lm", "lm+tls")
+        and bool(parts.hostname)
+        and not (parts.path or parts.username or parts.query)
+    )
 
 
 def _is_loopback(url: str) -> bool:

@@ -81,12 +81,15 @@ class DocumentedOptions:
         )
     )
     lookup_url: str | None = field(
-        metadata=about("Peers", "The lookup service, `http://host:port`. Unused without `enable_p2p`.", form=NON_EMPTY)
+        metadata=about(
+            "Peers", "The lookup service, `http://host:port` or `https://host:port`. Unused without `enable_p2p`.", form=NON_EMPTY
+        )
     )
     distributed_url: str | None = field(
         metadata=about(
             "Peers",
-            "Where this engine serves its chunks to peers, `lm://host:port`; it listens there. Unused without `enable_p2p`.",
+            "Where this engine serves its chunks to peers, `lm+tls://host:port` or, unencrypted, `lm://host:port`; it listens there. "
+            "Unused without `enable_p2p`.",
             form=NON_EMPTY,
         )
     )

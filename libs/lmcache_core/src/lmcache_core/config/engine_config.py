@@ -19,13 +19,14 @@ from lmcache_core.config.options import (
     did_you_mean,
     options_of,
 )
+from lmcache_core.config.peer_options import PeerOptions
 from lmcache_core.errors import ConfigError
 
 _TEN_YEARS_S = 10 * 365 * 86400
 
 
 @dataclass(frozen=True, repr=False)
-class LMCacheEngineConfig(DocumentedOptions):
+class LMCacheEngineConfig(PeerOptions, DocumentedOptions):
     """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with it, and in docs/configuration.md.
 
     The first fifteen are the documented ones, with their defaults in `from_defaults`. The others are this library's own.
@@ -148,29 +149,6 @@ class LMCacheEngineConfig(DocumentedOptions):
             "Key (PEM, no passphrase) of `remote_tls_cert_file`.",
             form=NON_EMPTY,
             beside_sidecar="set the sidecar's tls_client_key_file",
-        ),
-    )
-
-    broker_url: str | None = field(
-        default=None,
-        metadata=about("Peers", "The broker, `http://host:port`.", form=NON_EMPTY, beside_sidecar="set the sidecar's broker_url"),
-    )
-    peer_token_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Peers",
-            "File with the bearer token for lookup and broker. Read again when it changes.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's service_token_file",
-        ),
-    )
-    peer_ticket_keys_file: str | None = field(
-        default=None,
-        metadata=about(
-            "Peers",
-            "Keys that the broker signs tickets with, `id:base64`, one a line; peers are then served by ticket alone.",
-            form=NON_EMPTY,
-            beside_sidecar="set the sidecar's ticket_keys_file",
         ),
     )
 

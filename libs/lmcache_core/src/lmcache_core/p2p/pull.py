@@ -10,6 +10,7 @@ broken off.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -238,7 +239,8 @@ class PeerPull:
             client = await self._parts.peers.client(race.assignment.distributed_url)
             left_s = self._deadline - self._now()
             return await client.get([self._keys[i] for i in places], allocate, ticket=race.ticket, timeout_s=left_s)
-        except (UnavailableError, AuthenticationError, ProtocolError):
+        except (UnavailableError, AuthenticationError, ProtocolError) as exc:
+            self._parts.log.log(logging.WARNING, "peer %s failed: %s", race.assignment.instance, exc)
             return [Miss(MissReason.UNAVAILABLE)] * len(places)
 
     def _take(self, race: _Race, place: int, result: Result) -> None:

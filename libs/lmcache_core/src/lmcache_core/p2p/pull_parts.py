@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from lmcache_core.p2p.broker_client import BrokerClient
 from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
 from lmcache_core.p2p.hedging import HedgeBudget, PullTimes
 from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.telemetry.sparse_log import SparseLog
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class PullParts:
         budget: How many may be doubled.
         figures: What came of them.
         pulled: The same bytes by peer.
+        log: Tells of peers that fail.
     """
 
     instance: str
@@ -76,3 +81,4 @@ class PullParts:
     budget: HedgeBudget = field(default_factory=HedgeBudget)
     figures: PullFigures = field(default_factory=PullFigures)
     pulled: PulledBytes = field(default_factory=PulledBytes)
+    log: SparseLog = field(default_factory=lambda: SparseLog(logger))

@@ -31,6 +31,11 @@ class TlsFiles:
     key_file: Path | None = None
     ca_file: Path | None = None
 
+    @classmethod
+    def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
+        """As an engine's options name them."""
+        return cls(*(None if name is None else Path(name) for name in (cert_file, key_file, ca_file)))
+
     @property
     def paths(self) -> list[Path]:
         """Those that are set."""
@@ -57,11 +62,15 @@ class ReloadingContext(ssl.SSLContext):
 
     Files are looked at when a connection begins, at most once a second. Settings of this object itself reach no connection: it trusts
     nobody and has no certificate, so that whoever goes round its methods gets no connection.
+
+    Attributes:
+        if_silent: See `why_silent`.
     """
 
     _build: Callable[[], ssl.SSLContext]
     _watch: WatchedFiles
     _in_force: ssl.SSLContext
+    if_silent: str
 
     def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
         """See `server_context` and `client_context`."""
@@ -69,6 +78,7 @@ class ReloadingContext(ssl.SSLContext):
         context._build = build
         context._watch = WatchedFiles(files.paths)
         context._in_force = build()
+        context.if_silent = ""
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
@@ -117,11 +127,12 @@ def server_context(files: TlsFiles) -> ReloadingContext:
     return ReloadingContext(build, files)
 
 
-def client_context(files: TlsFiles | None = None) -> ReloadingContext:
+def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
     """What a client connects with. The server's certificate, and the name in it, are always checked.
 
     Args:
         files: Whom to trust, and what to show to servers that ask.
+        cert_option: The option that names `files.cert_file`, for `why_silent`.
 
     Raises:
         ConfigError: A file cannot be read or does not fit. The text names files and no content.
@@ -139,7 +150,24 @@ def client_context(files: TlsFiles | None = None) -> ReloadingContext:
             _load_identity(context, wanted)
         return context
 
-    return ReloadingContext(build, wanted)
+    context = ReloadingContext(build, wanted)
+    if cert_option and wanted.cert_file is None:
+        context.if_silent = f"; if it wants a certificate of its callers, set {cert_option}"
+    elif cert_option:
+        context.if_silent = f"; if it wants a certificate of its callers, one of its authorities must have signed that in {cert_option}"
+    return context
+
+
+def why_silent(context: ssl.SSLContext | None) -> str:
+    """The end of an error about a server that shook hands and then hung up without a word.
+
+    That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its handshake is over by then, and event
+    loops drop the alert that would say so.
+
+    Args:
+        context: What was connected with; None for nothing encrypted.
+    """
+    return context.if_silent if isinstance(context, ReloadingContext) else ""
 
 
 def no_context() -> ssl.SSLContext:

@@ -73,10 +73,8 @@ def create_lower_tiers(
 
 
 def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
-    named = (config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file)
-    if not any(named):
-        return None
-    return ClientTls(client_context(TlsFiles(*(None if name is None else Path(name) for name in named))))
+    files = TlsFiles.named(config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file)
+    return ClientTls(client_context(files, "remote_tls_cert_file")) if files.paths else None
 
 
 def create_surroundings(config: LMCacheEngineConfig) -> Neighbours | Alone:

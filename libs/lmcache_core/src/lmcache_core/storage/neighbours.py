@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -12,12 +13,13 @@ from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.errors import AuthenticationError, ConfigError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, parse_distributed_url
+from lmcache_core.p2p.distributed_url import DistributedUrl, is_encrypted
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier, TokenFile
+from lmcache_core.security import ClientTls, Principal, TicketKeyFile, TicketVerifier, TlsFiles, TokenFile, client_context, server_context
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.codecs import create_codecs
@@ -53,12 +55,13 @@ class Neighbours:
         assert config.distributed_url is not None, "the config has checked it"
         token = None if config.peer_token_file is None else TokenFile(Path(config.peer_token_file), "peer_token_file")
         self._url = config.distributed_url
-        self._address = parse_distributed_url(self._url)
+        self._address = _address(self._url)
         self._instance = f"{self._address.host}-{self._address.port}".replace(":", "-")
         self._timeout_s = config.tier_timeout_s
         self._keys = None if config.peer_ticket_keys_file is None else TicketKeyFile(Path(config.peer_ticket_keys_file))
-        self._lookup = LookupClient(config.lookup_url, token, CLIENT_TIMEOUT_S)
-        self._broker = BrokerClient(config.broker_url, token, CLIENT_TIMEOUT_S)
+        self._client_tls, self._server_tls = _tls(config)
+        self._lookup = LookupClient(config.lookup_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context)
+        self._broker = BrokerClient(config.broker_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])
@@ -72,7 +75,8 @@ class Neighbours:
 
     def make_tiers(self) -> list[StorageBackend]:
         """The tier that reads from peers, to be opened once."""
-        return [P2PBackend(self._instance, self._lookup, self._broker, PeerPool(self._instance, PEER_TIER, self._timeout_s))]
+        peers = PeerPool(self._instance, PEER_TIER, self._timeout_s, tls=self._client_tls)
+        return [P2PBackend(self._instance, self._lookup, self._broker, peers)]
 
     def note_disk(self, disk: LocalDiskBackend) -> None:
         """The engine has a disk tier, to be opened once."""
@@ -112,7 +116,7 @@ class Neighbours:
         authenticate = _anybody if verify is None else _refuse_without_ticket
         server = LmServer(store, authenticate, host=self._address.host, port=self._address.port, verify_ticket=verify)
         try:
-            await server.open()
+            await server.open(self._server_tls)
         except UnavailableError as exc:
             logger.warning("peers are not served, only asked: %s", exc)
             return
@@ -132,6 +136,27 @@ class Neighbours:
         """Leave. Idempotent."""
         self._loop = None
         await self._exits.aclose()
+
+
+def _address(url: str) -> DistributedUrl:
+    try:
+        return parse_distributed_url(url)
+    except ValueError as exc:
+        raise ConfigError(f"distributed_url={url!r}: {exc}") from None
+
+
+def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
+    """What is connected with, and what peers are served with; None where the URL says that they are not encrypted.
+
+    Raises:
+        ConfigError: A file cannot be read or does not fit.
+    """
+    cert_file, key_file = config.peer_tls_cert_file, config.peer_tls_key_file
+    shown = client_context(TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file), "peer_tls_cert_file")
+    client = ClientTls(shown, config.peer_tls_name, only_encrypted=True)
+    if not is_encrypted(config.distributed_url or ""):
+        return client, None
+    return client, server_context(TlsFiles.named(cert_file, key_file, config.peer_tls_client_ca_file))
 
 
 def _never() -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.security import ClientTls, ShownToken, token_text
+from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
@@ -260,6 +260,9 @@ class LmClient:
                 self._backoff.failed()
             if isinstance(exc, (OSError, UnicodeError)):  # the latter from a host that is no name
                 raise UnavailableError(f"{self._name}: {exc or 'could not be reached in time'}") from exc
+            if isinstance(exc, UnavailableError) and connection is not None and not connection.was_answered:
+                tls = self._options.tls
+                raise UnavailableError(f"{self._name}: {exc}{why_silent(None if tls is None else tls.context)}") from exc
             raise
         self._backoff.succeeded()
         self._connection = connection

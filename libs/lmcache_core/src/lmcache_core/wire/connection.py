@@ -102,6 +102,11 @@ class ClientConnection:
         """Whether requests can be sent."""
         return self._stream.is_open and self._reader is not None and not self._reader.done()
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether anything has come from the server."""
+        return self._stream.num_received > 0
+
     async def greet(self, token: str | None, client: str, capabilities: Sequence[str] = ()) -> None:
         """Exchange HELLO and start the reader.
 

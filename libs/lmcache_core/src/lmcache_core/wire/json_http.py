@@ -11,11 +11,13 @@ import httpx
 import msgspec
 
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.security import ShownToken
+from lmcache_core.security import ShownToken, why_silent
 from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.bearer import BearerAuth, context_for
 
 T = TypeVar("T")
+
+_HUNG_UP: Final = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 MAX_RESPONSE_BYTES: Final = 64 << 20
 MAX_CONNECTIONS: Final = 16
@@ -83,6 +85,7 @@ class JsonHttpClient:
         self._transport = transport
         self._tls = context_for(base_url, tls)
         self._client: httpx.AsyncClient | None = None
+        self._was_answered = False
 
     async def open(self) -> None:
         """Make the connection pool. Connects to nothing yet."""
@@ -157,7 +160,9 @@ class JsonHttpClient:
             ):
                 data = await self._read(response)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
-            raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip()) from exc
+            hint = why_silent(self._tls) if isinstance(exc, _HUNG_UP) and not self._was_answered else ""
+            raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint) from exc
+        self._was_answered = True
         return Reply(response.status_code, response.headers.get("content-type", ""), data)
 
     @property

@@ -27,6 +27,8 @@ SOCKET_MODE = 0o660
 MAX_SOCKET_PATH_BYTES = 107
 HELLO_TIMEOUT_S = 5.0
 DISCARD_BYTES = 64 << 10
+ACCEPT_TURNS = 4
+"""Turns of the event loop after which a connection that it had taken from the backlog is known here, or has ended."""
 TOO_MANY = "too_many"
 
 
@@ -45,8 +47,10 @@ class SocketServer:
         self._requests = Requests(context.counters)
         self._log = SparseLog(logger)
         self._server: asyncio.Server | None = None
-        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._sessions: set[Session] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # also those whose session has not begun
         self._is_draining = False
+        self._is_closed = False
         self._inode = 0
 
     @property
@@ -70,7 +74,7 @@ class SocketServer:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             await self._replace_dead_socket()
-            self._server = await asyncio.start_unix_server(self._serve, str(self._path))
+            self._server = await asyncio.start_unix_server(self._accept, str(self._path))
             self._path.chmod(SOCKET_MODE)
             self._inode = self._path.stat().st_ino
         except OSError as exc:
@@ -89,14 +93,21 @@ class SocketServer:
         server, self._server = self._server, None
         if server is None:
             return
+        self._is_closed = True
+        for listening in server.sockets:  # asyncio loses a connection that it is accepting when its server closes
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        await _turns(ACCEPT_TURNS)
         server.close()
         for session in self._sessions:
             session.abandon()
-        tasks = list(self._sessions.values())
-        for task in tasks:
+        connections = dict(self._connections)
+        for task in connections:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
+        for writer in connections.values():
+            writer.transport.abort()  # a task that was cancelled before it began has not done it
         await server.wait_closed()
+        await _turns(1)  # what is aborted closes its socket in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
                 self._path.unlink()
@@ -116,27 +127,38 @@ class SocketServer:
         writer.close()
         raise ConfigError(f"socket_path={str(self._path)!r}: another sidecar listens there; stop it or choose another path")
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if len(self._sessions) >= MAX_CLIENTS or task is None:
-            self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._sessions))
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closed:  # it was accepted while this server was closing
+            writer.transport.abort()
+        elif len(self._connections) >= MAX_CLIENTS:
+            self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._connections))
             self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, TOO_MANY)
             writer.close()
-            return
+        else:
+            task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+            self._connections[task] = writer
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._connections[task]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.error("a session of the socket has failed: %s", exc, exc_info=exc)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = Session(self._context, self._commons)
         if self._is_draining:
             session.refuse_stores()
-        self._sessions[session] = task
+        self._sessions.add(session)
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 await self._talk(session, reader, writer)
             logger.debug("a client of the socket went away")
             await session.close_in_turns()
         except asyncio.CancelledError:
-            if self._server is not None:
+            if not self._is_closed:
                 raise
         finally:
-            del self._sessions[session]
+            self._sessions.discard(session)
             session.close()
             writer.transport.abort()
 
@@ -187,3 +209,8 @@ async def _until_gone(reader: asyncio.StreamReader) -> None:
     """Until the client has closed its side it may still touch what is reserved or pinned for it: the memory stays its own."""
     while await reader.read(DISCARD_BYTES):
         pass
+
+
+async def _turns(num_turns: int) -> None:
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
