@@ -1,0 +1,164 @@
+"""Finds the KV of the parts of a prompt that a special token sequence ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from lmcache_core.blend.interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+from lmcache_core.concurrency import Workers
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine import LMCacheEngine
+
+
+MAX_SEGMENTS_AT_ONCE = 8
+"""Segments that are retrieved at the same time."""
+RETRIEVAL_TIMEOUT_S = 120.0
+"""Beyond every deadline of the tiers: whoever waits longer has met a defect."""
+_FORMATS = ("vllm", "huggingface")
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievedSegment:
+    """KV of one segment.
+
+    Attributes:
+        layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None where nothing was found.
+        is_loaded: Booleans on the CPU, `[num_tokens]`; other rows of K and V mean nothing.
+    """
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None
+    is_loaded: torch.Tensor
+
+
+class SPTBlendRetrieverTask(BlendRetrieverTask):
+    """The retrieval of the segments of a batch.
+
+    Args:
+        token_segments: Token ids of each segment, in the order of the input.
+        tasks: Of each, what will be found.
+        fmt: Format of the KV, "vllm" or "huggingface"; in both the heads of a token lie together.
+
+    Raises:
+        ValueError: The format is unknown, or there is not one task for each segment.
+    """
+
+    def __init__(self, token_segments: Sequence[torch.Tensor], tasks: Sequence[Future[RetrievedSegment]], fmt: str) -> None:
+        if fmt not in _FORMATS:
+            raise ValueError(f"KV format {fmt!r}; known are {', '.join(_FORMATS)}")
+        if len(token_segments) != len(tasks):
+            raise ValueError(f"{len(tasks)} tasks for {len(token_segments)} segments")
+        self._token_segments = token_segments
+        self._tasks = tasks
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        """See `BlendRetrieverTask.result`; K and V are `[num_tokens, num_heads * head_size]`.
+
+        Raises:
+            ValueError: There is no such layer.
+            TimeoutError: A segment did not come within `RETRIEVAL_TIMEOUT_S`.
+        """
+        found = next((part.layers for part in self._parts if part.layers is not None), None)
+        if found is None:
+            return BlendRetrieverResult(None, None, self._valid_mask, self._original_positions)
+        if not 0 <= layer_id < len(found):
+            raise ValueError(f"layer {layer_id} of KV that has {len(found)}")
+        k, v = (self._whole(layer_id, side, found[layer_id][side]) for side in (0, 1))
+        return BlendRetrieverResult(k, v, self._valid_mask, self._original_positions.to(k.device))
+
+    def _whole(self, layer_id: int, side: int, like: torch.Tensor) -> torch.Tensor:
+        sides = [
+            like.new_empty((len(part.is_loaded), *like.shape[1:])) if part.layers is None else part.layers[layer_id][side]
+            for part in self._parts
+        ]
+        return torch.cat(sides).flatten(1)
+
+    @cached_property
+    def _parts(self) -> list[RetrievedSegment]:
+        return [task.result(RETRIEVAL_TIMEOUT_S) for task in self._tasks]
+
+    @cached_property
+    def _valid_mask(self) -> torch.Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *(part.is_loaded for part in self._parts)])
+
+    @cached_property
+    def _original_positions(self) -> torch.Tensor:
+        whole = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(len(segment)) for segment in self._token_segments)])
+        return whole.masked_fill(~self._valid_mask, 0)
+
+
+class SPTBlendRetriever(BlendRetriever):
+    """Splits prompts behind each occurrence of a special token sequence and retrieves every segment as a prompt of its own.
+
+    Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be found is stored with the sequence at its
+    end. Whole chunks are found, and with `save_unfull_chunk` the last part of a segment too.
+
+    Args:
+        spt: Token ids of the sequence, at least one.
+        cache_engine: Opened; made for KV as nested tuples (`VLLMNestedTupleGPUConnector`).
+        metadata: What the KV is.
+        device: Where KV is wanted; by default where the input tokens are.
+
+    Raises:
+        ValueError: The sequence is empty.
+    """
+
+    def __init__(
+        self, spt: torch.Tensor, cache_engine: LMCacheEngine, metadata: LMCacheEngineMetadata, device: torch.device | None = None
+    ) -> None:
+        if spt.ndim != 1 or len(spt) == 0:
+            raise ValueError(f"the special token sequence is of shape {tuple(spt.shape)}; expected at least one token id")
+        self._spt = spt.cpu().to(torch.int64)
+        self._engine = cache_engine
+        self._metadata = metadata
+        self._device = device
+        self._threads = Workers("lmcache-blend", MAX_SEGMENTS_AT_ONCE)
+        self._threads.open()
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the threads. Idempotent."""
+        self._threads.close()
+
+    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> SPTBlendRetrieverTask:
+        """See `BlendRetriever.new_request`.
+
+        Raises:
+            ValueError: `query_start_loc` does not rise from 0 to the number of tokens.
+        """
+        starts = query_start_loc.tolist()
+        if not starts or starts[0] != 0 or starts[-1] != len(input_tokens) or starts != sorted(starts):
+            raise ValueError(f"query_start_loc is {starts}; it must rise from 0 to the number of tokens, {len(input_tokens)}")
+        tokens = input_tokens.cpu().to(torch.int64)
+        segments = [segment for start, end in pairwise(starts) for segment in self._segments(tokens[start:end])]
+        device = self._device or input_tokens.device
+        tasks = [self._threads.submit(self._retrieve, segment, device) for segment in segments]
+        return SPTBlendRetrieverTask(segments, tasks, self._metadata.fmt)
+
+    def _segments(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parts of one request, the special tokens at the end of each but the last."""
+        width, start = len(self._spt), 0
+        if len(tokens) >= width:
+            for at in (tokens.unfold(0, width, 1) == self._spt).all(1).nonzero().flatten().tolist():
+                if at >= start:  # else it begins within the one before
+                    yield tokens[start : at + width]
+                    start = at + width
+        if start < len(tokens):
+            yield tokens[start:]
+
+    def _retrieve(self, segment: torch.Tensor, device: torch.device) -> RetrievedSegment:
+        num_tokens = len(segment)
+        if num_tokens < self._engine.config.chunk_size and not self._engine.config.save_unfull_chunk:
+            return RetrievedSegment(None, torch.zeros(num_tokens, dtype=torch.bool))
+        num_layers, _, _, num_heads, head_size = self._metadata.kv_shape
+        with torch.inference_mode():
+            room = torch.empty(
+                (num_layers, 2, num_tokens, num_heads, head_size), dtype=getattr(torch, self._metadata.kv_dtype_name), device=device
+            )
+        layers = tuple((k, v) for k, v in room)
+        is_loaded = self._engine.retrieve(segment, kvcaches=layers)
+        return RetrievedSegment(layers if is_loaded.any() else None, is_loaded)

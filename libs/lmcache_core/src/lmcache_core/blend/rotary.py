@@ -1,0 +1,206 @@
+"""Rotary position embeddings, forward and back: K that was computed at one position becomes K at another.
+
+Sources: RoFormer (arXiv 2104.09864), dynamic NTK (no paper), YaRN (arXiv 2309.00071), and the scaling of Llama 3.1. What
+`transformers` computes for the same parameters is the reference: the tests compare with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """How a model rotates, as its configuration says.
+
+    Attributes:
+        head_size: Dimensions of a head.
+        theta: Base of the wavelengths.
+        rotary_dims: How many dimensions of a head, from the first, are rotated; even. None: all.
+        kind: How wavelengths are stretched for prompts longer than those of the training.
+        factor: By how much; not for "default".
+        max_positions: Longest prompt without "dynamic" stretching.
+        original_max_positions: Longest prompt of the training, for "yarn" and "llama3".
+        attention_factor: Factor of cosines and sines for "yarn"; None: what the paper says for the factor.
+        mscale: With `mscale_all_dim`, another way to say `attention_factor`.
+        mscale_all_dim: See `mscale`.
+        beta_fast: Rotations in `original_max_positions` above which "yarn" stretches nothing.
+        beta_slow: Rotations below which it stretches by the whole factor.
+        truncate: Whether "yarn" takes whole dimensions as the bounds.
+        low_freq_factor: Rotations in `original_max_positions` below which "llama3" stretches by the whole factor.
+        high_freq_factor: Rotations above which it stretches nothing.
+        is_interleaved: Whether neighbouring dimensions form a pair (GPT-J), not those half a head apart (Llama).
+    """
+
+    head_size: int
+    theta: float = 10_000.0
+    rotary_dims: int | None = None
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    max_positions: int = 2_048
+    original_max_positions: int | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    is_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise ValueError(f"rotary embedding of kind {self.kind!r}; known are {', '.join(get_args(RopeKind))}")
+        if self.num_rotated % 2 or not 0 < self.num_rotated <= self.head_size:
+            raise ValueError(f"{self.num_rotated} rotated dimensions of heads of {self.head_size}: expected an even number up to that")
+        if self.factor < 1 or self.theta <= 1:
+            raise ValueError(f"factor {self.factor} and theta {self.theta}: expected at least 1, and more than 1")
+
+    @property
+    def num_rotated(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return self.head_size if self.rotary_dims is None else self.rotary_dims
+
+    @property
+    def scale(self) -> float:
+        """What cosines and sines are multiplied with."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
+        return _yarn_scale(self.factor, 1.0)
+
+    def frequencies(self, num_positions: int | None = None) -> torch.Tensor:
+        """Radians per position.
+
+        Args:
+            num_positions: Length of the prompt, which only "dynamic" asks for; None: at most `max_positions`.
+
+        Returns:
+            float32 `[num_rotated / 2]`.
+        """
+        theta = self.theta
+        if self.kind == "dynamic":
+            length = max(num_positions or 0, self.max_positions)
+            stretch = self.factor * length / self.max_positions - (self.factor - 1)
+            theta *= stretch ** (self.num_rotated / (self.num_rotated - 2))
+        wavelengths = theta ** (torch.arange(0, self.num_rotated, 2, dtype=torch.float32) / self.num_rotated)
+        if self.kind == "linear":
+            return 1.0 / wavelengths / self.factor
+        if self.kind == "yarn":
+            return self._yarn_frequencies(wavelengths)
+        return self._llama3_frequencies(1.0 / wavelengths) if self.kind == "llama3" else 1.0 / wavelengths
+
+    def _yarn_frequencies(self, wavelengths: torch.Tensor) -> torch.Tensor:
+        low, high = (self._dimension_of(rotations) for rotations in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.num_rotated - 1)
+        if low == high:
+            high += 0.001  # no division by zero
+        ramp = ((torch.arange(self.num_rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        kept = 1 - ramp
+        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+    def _dimension_of(self, num_rotations: float) -> float:
+        """The dimension that turns so often in the prompts of the training."""
+        turns = self._trained_positions / (num_rotations * 2 * math.pi)
+        return self.num_rotated * math.log(turns) / (2 * math.log(self.theta))
+
+    def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
+        turns = self._trained_positions * frequencies / (2 * math.pi)
+        smooth = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - smooth) * frequencies / self.factor + smooth * frequencies
+
+    @property
+    def _trained_positions(self) -> int:
+        return self.original_max_positions or self.max_positions
+
+
+class RotaryEmbedding:
+    """Rotates Q and K as a model does, and back.
+
+    Its methods have the form that `CacheBlendImpl` takes.
+
+    Args:
+        parameters: How the model rotates.
+        num_positions: Length of the prompt that the model rotates for, see `RopeParameters.frequencies`.
+        original_num_positions: Length of the prompts whose KV is cached; only "dynamic" asks for it.
+    """
+
+    def __init__(self, parameters: RopeParameters, num_positions: int | None = None, original_num_positions: int | None = None) -> None:
+        self._parameters = parameters
+        self._frequencies = parameters.frequencies(num_positions)
+        self._original_frequencies = parameters.frequencies(original_num_positions)
+
+    def encode(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate Q and K at their positions.
+
+        Args:
+            positions: `[num_tokens]`, any integer dtype.
+            q: `[num_tokens, …]`, heads of `head_size` last or flattened.
+            k: As `q`, of any number of heads.
+
+        Returns:
+            New tensors of the same shapes and dtypes.
+        """
+        angles = self._angles(positions, self._frequencies)
+        return self._turned(q, angles, self._parameters.scale), self._turned(k, angles, self._parameters.scale)
+
+    def decode(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Undo `encode` for KV that is cached. Arguments as there."""
+        angles = self._angles(positions, self._original_frequencies)
+        inverse = 1 / self._parameters.scale
+        cos, sin = angles
+        return self._turned(q, (cos, -sin), inverse), self._turned(k, (cos, -sin), inverse)
+
+    def move(self, k: torch.Tensor, original_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`decode` at the original positions and `encode` at the new ones, in one step and one rounding.
+
+        Args:
+            k: `[num_tokens, …]`, as it is cached.
+            original_positions: `[num_tokens]`.
+            positions: `[num_tokens]`.
+
+        Returns:
+            A new tensor of the same shape and dtype.
+        """
+        # The sum of two angles by their cosines and sines: a difference of large angles would lose digits.
+        cos_to, sin_to = self._angles(positions, self._frequencies)
+        cos_from, sin_from = self._angles(original_positions, self._original_frequencies)
+        return self._turned(k, (cos_to * cos_from + sin_to * sin_from, sin_to * cos_from - cos_to * sin_from), 1.0)
+
+    def _angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""
+        angles = positions.float()[:, None, None] * frequencies.to(positions.device)
+        return angles.cos(), angles.sin()
+
+    def _turned(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+        head_size, num_rotated = self._parameters.head_size, self._parameters.num_rotated
+        if len(angles[0]) != len(x) or x[0].numel() % head_size:
+            raise ValueError(f"a tensor of {tuple(x.shape)} cannot be rotated at {len(angles[0])} positions by heads of {head_size}")
+        cos, sin = angles[0] * scale, angles[1] * scale
+        heads = x.reshape(len(x), -1, head_size)
+        rotated = heads[..., :num_rotated].float()
+        if self._parameters.is_interleaved:
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+            turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+        else:
+            first, second = rotated.chunk(2, -1)
+            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        out = heads.clone()
+        out[..., :num_rotated] = turned.to(x.dtype)
+        return out.view(x.shape)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

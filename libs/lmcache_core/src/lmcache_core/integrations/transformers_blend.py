@@ -1,0 +1,149 @@
+"""Blended prefill of Llama-architecture models of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RopeParameters
+
+
+@dataclass(frozen=True, eq=False)
+class BlendedPrefill:
+    """What a blended prefill gave.
+
+    Attributes:
+        logits: Of the last token of each request, `[num_requests, vocabulary]`.
+        caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill gives, not equal.
+        num_retrieved: Tokens of the batch whose KV was found.
+        num_computed: Tokens that were computed on the layers behind the check layer.
+    """
+
+    logits: torch.Tensor
+    caches: list[DynamicCache]
+    num_retrieved: int
+    num_computed: int
+
+
+def rope_parameters_of(config: Any) -> RopeParameters:
+    """How a model rotates, from its configuration.
+
+    Raises:
+        ValueError: In a way that is not known here.
+    """
+    options = dict(config.rope_parameters)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    share = options.get("partial_rotary_factor", 1.0)
+    kind = options.get("rope_type", "default")
+    names = ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate", "low_freq_factor")
+    known = {name: options[name] for name in (*names, "high_freq_factor") if options.get(name) is not None}
+    return RopeParameters(
+        head_size,
+        float(options["rope_theta"]),
+        int(head_size * share),
+        kind,
+        max_positions=int(config.max_position_embeddings),
+        original_max_positions=options.get("original_max_position_embeddings"),
+        **known,
+    )
+
+
+class BlendingModel:
+    """Runs a model layer by layer, between a retriever and an executor.
+
+    Args:
+        model: Llama architecture, in eval mode; not changed.
+        retriever: Finds the KV of parts of prompts.
+        executor: Its encoders are those of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, retriever: BlendRetriever, executor: CacheBlendImpl) -> None:
+        self._model = model
+        self._retriever = retriever
+        self._executor = executor
+
+    @torch.inference_mode()
+    def prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendedPrefill:
+        """Compute the KV of a batch of prompts, reusing what is found.
+
+        Args:
+            input_tokens: Token ids of all prompts, one after the other, `[num_tokens]`.
+            query_start_loc: Where each begins, and the number of tokens, `[num_requests + 1]`.
+        """
+        task = self._retriever.new_request(input_tokens, query_start_loc)
+        inner = self._model.model
+        starts = query_start_loc.tolist()
+        device = input_tokens.device
+        positions = torch.cat([torch.arange(end - start, device=device) for start, end in pairwise(starts)])
+        keys = positions
+        short = starts
+        hidden = inner.embed_tokens(input_tokens)
+        kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        num_retrieved = 0
+        for layer_id, layer in enumerate(inner.layers):
+            found = task.result(layer_id)
+            num_retrieved = int(found.valid_mask.sum())
+            q, k, v = self._qkv(layer, hidden, positions)
+            out: BlendOutput = self._executor.blend(
+                layer_id, found.k, found.v, found.valid_mask, found.original_positions, q, k, v, positions, query_start_loc, 0
+            )
+            if out.query_start_loc is not None:
+                hidden, positions, short = hidden[out.local_indices], out.positions, out.query_start_loc.tolist()
+            kv.append((out.k, out.v))
+            hidden = self._finish(layer, hidden, out, positions, keys, short, starts)
+        ends = torch.tensor(short[1:], device=device) - 1
+        logits = self._model.lm_head(inner.norm(hidden[ends]))
+        return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
+
+    def _qkv(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attention = layer.self_attn
+        x = layer.input_layernorm(hidden)
+        q, k, v = (side(x).view(len(x), -1, attention.head_dim) for side in (attention.q_proj, attention.k_proj, attention.v_proj))
+        cos, sin = self._model.model.rotary_emb(x[None], positions[None])
+        q, k = (_rotated(side, cos[0, :, None], sin[0, :, None]) for side in (q, k))
+        return q.flatten(1), k.flatten(1), v.flatten(1)
+
+    def _finish(
+        self,
+        layer: Any,
+        hidden: torch.Tensor,
+        out: BlendOutput,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        short: list[int],
+        long: list[int],
+    ) -> torch.Tensor:
+        attention = layer.self_attn
+        parts = []
+        for (a, b), (start, end) in zip(pairwise(short), pairwise(long), strict=True):
+            q, k, v = (
+                x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None] for x in (out.q[a:b], out.k[start:end], out.v[start:end])
+            )
+            if b - a == end - start:
+                part = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
+            else:
+                mask = keys[start:end][None] <= positions[a:b][:, None]
+                part = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scaling, enable_gqa=True)
+            parts.append(part[0].transpose(0, 1).flatten(1))
+        hidden = hidden + attention.o_proj(torch.cat(parts))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def _caches(self, kv: list[tuple[torch.Tensor, torch.Tensor]], starts: list[int]) -> list[DynamicCache]:
+        caches = []
+        for start, end in pairwise(starts):
+            cache = DynamicCache(config=self._model.config)
+            for i, (k, v) in enumerate(kv):
+                heads = (x[start:end].view(end - start, -1, self._model.model.layers[i].self_attn.head_dim) for x in (k, v))
+                cache.update(*(x.transpose(0, 1)[None].contiguous() for x in heads), i)
+            caches.append(cache)
+        return caches
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
