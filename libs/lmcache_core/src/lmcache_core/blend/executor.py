@@ -6,19 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from lmcache_kernels.blend_select import blend_deviation
 
 from lmcache_core.blend.batch import Batch, Layer, Pair
-from lmcache_core.blend.deviation import deviation_of
 from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
 from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput
-from lmcache_core.blend.selection import MIN_RECOMPUTED_TAIL_TOKENS, Candidates, SelectionPolicy, create_policy
+from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy
 
 __all__ = ["CacheBlendImpl", "PositionalEncoder", "create_index", "indices_to_mask", "mask_to_indices"]
 
 PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(positions `[num_tokens]`, Q, K) to (Q, K), rotated; tokens are the first dimension."""
-Mover = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(K, original positions, positions) to K: the reverse encoder and the encoder in one step."""
+Move = Callable[[torch.Tensor], torch.Tensor]
+"""K of one layer at its original positions to K at the new ones; tokens are the first dimension."""
+Mover = Callable[[torch.Tensor, torch.Tensor], Move]
+"""(original positions, positions) of a batch to what moves its layers: the reverse encoder and the encoder in one step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +29,11 @@ class _Selected:
 
     Attributes:
         indices: Rows of the whole batch that are still computed, on its device.
-        positions: Positions of all tokens of the batch.
+        move: Moves K of all tokens of the batch.
     """
 
     indices: torch.Tensor
-    positions: torch.Tensor
+    move: Move
 
 
 class CacheBlendImpl(BlendExecutor):
@@ -53,7 +55,7 @@ class CacheBlendImpl(BlendExecutor):
         self.policy = policy or by_default
         self._encode: PositionalEncoder | None = None
         self._decode: PositionalEncoder | None = None
-        self._move: Mover | None = None
+        self._mover: Mover | None = None
         self._selected: _Selected | None = None
         self._next_layer = 0
 
@@ -67,7 +69,7 @@ class CacheBlendImpl(BlendExecutor):
 
     def set_mover(self, mover: Mover) -> None:
         """Set both in one step, which rounds once; it goes before the two encoders."""
-        self._move = mover
+        self._mover = mover
 
     def blend(
         self,
@@ -95,7 +97,7 @@ class CacheBlendImpl(BlendExecutor):
         fresh.check(positions, batch.num_tokens if self._selected is None else len(self._selected.indices), looks_at_values=layer_id == 0)
         retrieved = fresh.checked_retrieved(retrieved_k, retrieved_v, batch)
         if self._selected is not None:
-            return self._fill(self._selected, batch, fresh, retrieved, positions)
+            return self._fill(self._selected, fresh, retrieved, positions)
         if layer_id == self.policy.check_layer and retrieved is not None:
             return self._select(batch, fresh, retrieved, positions)
         return BlendOutput(fresh_q, fresh_k, fresh_v, positions, torch.arange(batch.num_tokens, device=positions.device), None)
@@ -113,35 +115,33 @@ class CacheBlendImpl(BlendExecutor):
         is_valid, originals = batch.valid_mask.to(device), batch.original_positions.to(device)
         deviation = None
         if self.policy.needs_deviation:
-            moved = self._moved(retrieved[0], originals, positions, fresh.token_dim)
-            deviation = deviation_of(fresh.k, moved, fresh.v, retrieved[1], is_valid, fresh.token_dim)
-        selected = ~is_valid
-        for start, end in batch.requests():
-            part = Candidates(is_valid[start:end], originals[start:end], None if deviation is None else deviation[start:end])
-            selected[start:end] |= self.policy.choose(part)
-            selected[max(start, end - MIN_RECOMPUTED_TAIL_TOKENS) : end] = True
+            ours, theirs = (side.movedim(fresh.token_dim, 0).flatten(1).contiguous() for side in (fresh.v, retrieved[1]))
+            deviation = blend_deviation(ours, theirs, is_valid)
+        selected = self.policy.choose(Candidates(batch.valid_mask, is_valid, originals, batch.starts, deviation))
         indices = mask_to_indices(selected)
         counts = torch.cat([selected.new_zeros(1, dtype=torch.int64), selected.cumsum(0)])
         starts = counts[batch.query_start_loc.to(device)].to(batch.query_start_loc)
-        self._selected = _Selected(indices, positions)
+        self._selected = _Selected(indices, self._move_of(originals, positions))
         return BlendOutput(fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts)
 
-    def _fill(self, selected: _Selected, batch: Batch, fresh: Layer, retrieved: Pair | None, positions: torch.Tensor) -> BlendOutput:
+    def _fill(self, selected: _Selected, fresh: Layer, retrieved: Pair | None, positions: torch.Tensor) -> BlendOutput:
         """All tokens' KV: the retrieved, moved, and the fresh in its place where there is any."""
         if retrieved is None:
             raise ValueError("a layer has no retrieved KV, though the layer at which tokens were selected had")
-        keys = self._moved(retrieved[0], batch.original_positions.to(fresh.k.device), selected.positions, fresh.token_dim)
+        keys = selected.move(retrieved[0].movedim(fresh.token_dim, 0)).movedim(0, fresh.token_dim)
         k = keys.index_copy(fresh.token_dim, selected.indices, fresh.k)
         v = retrieved[1].index_copy(fresh.token_dim, selected.indices, fresh.v)
         return BlendOutput(fresh.q, k, v, positions, torch.arange(len(positions), device=positions.device), None)
 
-    def _moved(self, k: torch.Tensor, original_positions: torch.Tensor, positions: torch.Tensor, token_dim: int) -> torch.Tensor:
-        first = k.movedim(token_dim, 0)
-        if self._move is not None:
-            moved = self._move(first, original_positions, positions)
-        elif self._encode is not None and self._decode is not None:
-            _, bare = self._decode(original_positions, first, first)
-            _, moved = self._encode(positions, bare, bare)
-        else:
+    def _move_of(self, original_positions: torch.Tensor, positions: torch.Tensor) -> Move:
+        if self._mover is not None:
+            return self._mover(original_positions, positions)
+        if self._encode is None or self._decode is None:
             raise ValueError("retrieved K cannot be moved: set the positional encoder and the reverse one (or a mover) first")
-        return moved.movedim(0, token_dim)
+        encode, decode = self._encode, self._decode
+
+        def move(k: torch.Tensor) -> torch.Tensor:
+            _, bare = decode(original_positions, k, k)
+            return encode(positions, bare, bare)[1]
+
+        return move

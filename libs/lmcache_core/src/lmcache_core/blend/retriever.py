@@ -15,7 +15,6 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
 
-
 MAX_SEGMENTS_AT_ONCE = 8
 """Segments that are retrieved at the same time."""
 RETRIEVAL_TIMEOUT_S = 120.0

@@ -7,10 +7,12 @@ Sources: RoFormer (arXiv 2104.09864), dynamic NTK (no paper), YaRN (arXiv 2309.0
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from lmcache_kernels.rope_rotate import Rotation, rope_rotate
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
@@ -163,21 +165,35 @@ class RotaryEmbedding:
         cos, sin = angles
         return self._turned(q, (cos, -sin), inverse), self._turned(k, (cos, -sin), inverse)
 
-    def move(self, k: torch.Tensor, original_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def mover(self, original_positions: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """`decode` at the original positions and `encode` at the new ones, in one step and one rounding.
 
         Args:
-            k: `[num_tokens, …]`, as it is cached.
             original_positions: `[num_tokens]`.
             positions: `[num_tokens]`.
 
         Returns:
-            A new tensor of the same shape and dtype.
+            What rotates cached K of one layer, `[num_tokens, …]`, and gives a new tensor of the same shape and dtype.
         """
-        # The sum of two angles by their cosines and sines: a difference of large angles would lose digits.
-        cos_to, sin_to = self._angles(positions, self._frequencies)
-        cos_from, sin_from = self._angles(original_positions, self._original_frequencies)
-        return self._turned(k, (cos_to * cos_from + sin_to * sin_from, sin_to * cos_from - cos_to * sin_from), 1.0)
+        source, target = original_positions.long().contiguous(), positions.long().contiguous()
+        rotation = Rotation(
+            source,
+            target,
+            self._table(source, self._original_frequencies),
+            self._table(target, self._frequencies),
+            self._parameters.is_interleaved,
+        )
+
+        def move(k: torch.Tensor) -> torch.Tensor:
+            return rope_rotate(k.reshape(len(k), -1, self._parameters.head_size), rotation).view(k.shape)
+
+        return move
+
+    def _table(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines of every position up to the largest, float32 `[num_positions, num_rotated]`."""
+        num_positions = int(positions.max()) + 1 if len(positions) else 0
+        cos, sin = self._angles(torch.arange(num_positions, device=positions.device), frequencies)
+        return torch.cat([cos, sin], -1).flatten(1)
 
     def _angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 `[num_tokens, 1, num_rotated / 2]`."""

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
+from lmcache_kernels.blend_select import blend_select
 
-MIN_RECOMPUTED_TAIL_TOKENS = 1
+RECOMPUTED_TAIL_TOKENS = 1
 """Tokens at the end of each request that are always computed: logits are not cached."""
+_SLACK = 1e-9
+"""A ratio of two decimals is not cheated by its binary form."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The tokens of one request.
+    """The tokens of a batch.
 
     Attributes:
-        is_valid: Booleans `[num_tokens]`: whether KV was retrieved.
+        valid_mask: Booleans on the CPU, `[num_tokens]`: whether KV was retrieved.
+        is_valid: The same on the device of the others.
         original_positions: int64 `[num_tokens]`: where they stood when it was computed.
-        deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh; None before anything was computed. 0 where not valid.
+        starts: Where each request begins, and the number of tokens.
+        deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not valid; None if nobody needs it.
     """
 
+    valid_mask: torch.Tensor
     is_valid: torch.Tensor
     original_positions: torch.Tensor
+    starts: Sequence[int]
     deviation: torch.Tensor | None
 
 
 class SelectionPolicy(Protocol):
-    """Chooses among the valid tokens of a request. What is not valid, and the end of a request, is computed in any case."""
+    """Chooses the tokens that are computed anew."""
 
     @property
     def check_layer(self) -> int:
@@ -41,7 +48,10 @@ class SelectionPolicy(Protocol):
         """Whether the choice depends on values."""
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """Booleans `[num_tokens]` on the device of the candidates."""
+        """Booleans `[num_tokens]` on the device of the candidates.
+
+        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is always among them.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,18 +68,15 @@ class MostDeviating:
     needs_deviation: bool = True
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """See `SelectionPolicy`; of tokens that deviate alike, the first."""
+        """See `SelectionPolicy.choose`; of tokens that deviate alike, the first."""
         assert candidates.deviation is not None
-        chosen = torch.zeros_like(candidates.is_valid)
-        deviation = candidates.deviation.masked_fill(~candidates.is_valid, -1.0)
-        order = deviation.argsort(descending=True, stable=True)
-        chosen[order[: share_of(int(candidates.is_valid.sum()), self.ratio)]] = True
-        return chosen
+        counts = [share_of(int(candidates.valid_mask[a:b].sum()), self.ratio) for a, b in pairwise(candidates.starts)]
+        return blend_select(candidates.deviation, candidates.is_valid, candidates.starts, counts, RECOMPUTED_TAIL_TOKENS)
 
 
 @dataclass(frozen=True)
 class FirstOfChunk:
-    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, whose attention went to nothing but the chunk's own beginning.
+    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the chunk's own beginning.
 
     Attributes:
         ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt.
@@ -80,12 +87,12 @@ class FirstOfChunk:
     needs_deviation: bool = False
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """See `SelectionPolicy`."""
-        begins = candidates.is_valid & (candidates.original_positions == 0)
-        chunk_of = begins.long().cumsum(0)
-        lengths = torch.bincount(chunk_of[candidates.is_valid], minlength=int(chunk_of.max()) + 1 if len(chunk_of) else 1)
-        counts = torch.ceil(lengths.double() * self.ratio - 1e-9)
-        return candidates.is_valid & (candidates.original_positions < counts[chunk_of])
+        """See `SelectionPolicy.choose`."""
+        valid, originals = candidates.is_valid, candidates.original_positions
+        chunk_of = (valid & (originals == 0)).long().cumsum(0)
+        lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(0, chunk_of, valid.double())
+        counts = torch.ceil(lengths * self.ratio - _SLACK)
+        return _with_the_rest(valid & (originals < counts[chunk_of]), candidates)
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,20 @@ class NoneAtAll:
     needs_deviation: bool = False
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """See `SelectionPolicy`."""
-        return torch.zeros_like(candidates.is_valid)
+        """See `SelectionPolicy.choose`."""
+        return _with_the_rest(torch.zeros_like(candidates.is_valid), candidates)
+
+
+def _with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+    """And what is computed in any case."""
+    chosen |= ~candidates.is_valid
+    for start, end in pairwise(candidates.starts):
+        chosen[max(start, end - RECOMPUTED_TAIL_TOKENS) : end] = True
+    return chosen
 
 
 _POLICIES: Mapping[str, Callable[[float], SelectionPolicy]] = MappingProxyType(
-    {"deviation": partial(MostDeviating), "first_of_chunk": partial(FirstOfChunk), "none": lambda _: NoneAtAll()}
+    {"deviation": MostDeviating, "first_of_chunk": FirstOfChunk, "none": lambda _: NoneAtAll()}
 )
 POLICY_NAMES = tuple(_POLICIES)
 
@@ -124,5 +139,5 @@ def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
 
 
 def share_of(count: int, ratio: float) -> int:
-    """`count * ratio`, rounded down; a ratio of two decimals is not cheated by its binary form."""
-    return min(count, int(count * ratio + 1e-9))
+    """`count * ratio`, rounded down."""
+    return min(count, int(count * ratio + _SLACK))

@@ -97,7 +97,7 @@ class BlendingModel:
             kv.append((out.k, out.v))
             hidden = self._finish(layer, hidden, out, positions, keys, short, starts)
         ends = torch.tensor(short[1:], device=device) - 1
-        logits = self._model.lm_head(inner.norm(hidden[ends]))
+        logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[ends]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
     def _qkv(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +131,8 @@ class BlendingModel:
                 part = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scaling, enable_gqa=True)
             parts.append(part[0].transpose(0, 1).flatten(1))
         hidden = hidden + attention.o_proj(torch.cat(parts))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return finished
 
     def _caches(self, kv: list[tuple[torch.Tensor, torch.Tensor]], starts: list[int]) -> list[DynamicCache]:
         caches = []
@@ -146,4 +147,5 @@ class BlendingModel:
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    turned: torch.Tensor = x * cos + torch.cat([-second, first], -1) * sin
+    return turned
