@@ -184,8 +184,10 @@ class RotaryEmbedding:
             self._parameters.is_interleaved,
         )
 
+        head_size = self._parameters.head_size
+
         def move(k: torch.Tensor) -> torch.Tensor:
-            return rope_rotate(k.reshape(len(k), -1, self._parameters.head_size), rotation).view(k.shape)
+            return rope_rotate(k.reshape(len(k), -1, head_size).contiguous(), rotation).view(k.shape)
 
         return move
 
