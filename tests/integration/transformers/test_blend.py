@@ -1,0 +1,171 @@
+"""Blended prefill of a real model, with KV from a real engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
+from lmcache_core.blend.selection import create_policy
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
+from lmcache_core.integrations.transformers_blend import BlendingModel, rope_parameters_of
+from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.token_database import ChunkedTokenDatabase
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.fixtures.kv import make_config
+
+CHUNK = 8
+VOCAB = 100
+SEPARATOR = torch.tensor([VOCAB, VOCAB + 1])
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB + 2,
+        max_position_embeddings=256,
+    )
+    made = LlamaForCausalLM(config).eval()
+    for parameter in made.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return made
+
+
+@contextlib.contextmanager
+def cached(model: LlamaForCausalLM, **options: object) -> Iterator[tuple[LMCacheEngine, SPTBlendRetriever]]:
+    config = make_config(chunk_size=CHUNK, **{"save_unfull_chunk": True} | options)
+    metadata = metadata_of(model, "test", config)
+    allocator = HostMemoryAllocator(16 << 20)
+    engine = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
+    engine.open()
+    retriever = SPTBlendRetriever(SEPARATOR, engine, metadata)
+    yield engine, retriever
+    retriever.close()
+    engine.close()
+    allocator.check_integrity()
+    assert allocator.used_bytes == 0
+
+
+def blending(model: LlamaForCausalLM, retriever: SPTBlendRetriever, ratio: float, policy: str = "deviation") -> BlendingModel:
+    executor = CacheBlendImpl(ratio, create_policy(policy, ratio))
+    executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
+    return BlendingModel(model, retriever, executor)
+
+
+def text(num_tokens: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def document(num_tokens: int, seed: int) -> torch.Tensor:
+    return torch.cat([text(num_tokens, seed), SEPARATOR])
+
+
+def full(model: LlamaForCausalLM, prompt: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    with torch.inference_mode():
+        output = model(input_ids=prompt[None], use_cache=True)
+    return output.logits[0, -1], [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+
+
+def store(model: LlamaForCausalLM, engine: LMCacheEngine, tokens: torch.Tensor) -> None:
+    CachedCausalLM(model, engine).generate(tokens, 1)
+
+
+def assert_equals_full(model: LlamaForCausalLM, prompts: list[torch.Tensor], blended: BlendingModel) -> None:
+    starts = torch.tensor([0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()])
+    before = starts.clone()
+    got = blended.prefill(torch.cat(prompts), starts)
+    assert torch.equal(starts, before)
+    for i, prompt in enumerate(prompts):
+        logits, layers = full(model, prompt)
+        torch.testing.assert_close(got.logits[i], logits, rtol=1e-4, atol=1e-4)
+        for (k, v), own in zip(layers, got.caches[i].layers, strict=True):
+            torch.testing.assert_close(own.keys, k, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(own.values, v, rtol=1e-4, atol=1e-4)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
+    """Of each prompt its documents: length, seed, and whether it is stored; and at last a question."""
+    part = st.tuples(st.integers(0, 20), st.integers(0, 5), st.booleans())
+    return draw(st.lists(st.lists(part, max_size=4), min_size=1, max_size=3))
+
+
+@settings(max_examples=12, deadline=None)
+@given(batches(), st.booleans())
+def test_a_ratio_of_one_is_full_recompute(model, batch, saves_unfull):
+    with cached(model, save_unfull_chunk=saves_unfull) as (engine, retriever):
+        prompts = []
+        for i, parts in enumerate(batch):
+            for num_tokens, seed, is_stored in parts:
+                if is_stored:
+                    store(model, engine, document(num_tokens, seed))
+            prompts.append(torch.cat([*(document(num_tokens, seed) for num_tokens, seed, _ in parts), text(3, 50 + i)]))
+        assert_equals_full(model, prompts, blending(model, retriever, 1.0))
+
+
+@settings(max_examples=6, deadline=None)
+@given(batches(), st.sampled_from(["deviation", "first_of_chunk", "none"]), st.sampled_from([0.0, 0.3]))
+def test_nothing_found_is_a_plain_prefill(model, batch, policy, ratio):
+    with cached(model) as (_, retriever):
+        prompts = [torch.cat([*(document(n, seed) for n, seed, _ in parts), text(3, 50)]) for parts in batch]
+        assert_equals_full(model, prompts, blending(model, retriever, ratio, policy))
+
+
+@pytest.mark.parametrize("policy", ["deviation", "first_of_chunk", "none"])
+def test_one_document_in_front_is_exact_at_any_ratio(model, policy):
+    with cached(model) as (engine, retriever):
+        store(model, engine, document(30, 1))
+        assert_equals_full(model, [torch.cat([document(30, 1), text(5, 2)])], blending(model, retriever, 0.0, policy))
+
+
+def test_documents_are_found_in_another_order_and_only_some_tokens_computed(model):
+    first, second, question = document(30, 1), document(22, 2), text(5, 3)
+    with cached(model) as (engine, retriever):
+        for one in (first, second):
+            store(model, engine, one)
+        prompt = torch.cat([second, first, question])
+        blended = blending(model, retriever, 0.25).prefill(prompt, torch.tensor([0, len(prompt)]))
+        assert blended.num_retrieved == len(first) + len(second)
+        assert blended.num_computed == len(question) + (len(first) + len(second)) // 4
+        _, layers = full(model, prompt)
+        # On the check layer and before it everything is computed; behind it what was not is near, and at its new position
+        for layer_id in (0, 1):
+            torch.testing.assert_close(blended.caches[0].layers[layer_id].keys, layers[layer_id][0], rtol=1e-4, atol=1e-4)
+        deviations = []
+        for ratio in (0.0, 0.25, 0.6, 1.0):
+            cache = blending(model, retriever, ratio).prefill(prompt, torch.tensor([0, len(prompt)])).caches[0]
+            deviations.append(float((cache.layers[3].values - layers[3][1]).square().mean()))
+        assert deviations[0] > deviations[1] > deviations[2] > deviations[3]
+        assert deviations[3] < 1e-9
+
+
+def test_a_separator_may_overlap_itself(model):
+    with cached(model) as (engine, _):
+        twice = SPTBlendRetriever(torch.tensor([7, 7]), engine, metadata_of(model, "test", engine.config))
+        segments = list(twice._segments(torch.tensor([1, 7, 7, 7, 7, 7, 2])))
+        twice.close()
+    assert [segment.tolist() for segment in segments] == [[1, 7, 7], [7, 7], [7, 2]]
+
+
+def test_bad_input_is_refused(model):
+    with cached(model) as (engine, retriever):
+        with pytest.raises(ValueError, match="rise"):
+            retriever.new_request(torch.arange(5), torch.tensor([0, 4]))
+        with pytest.raises(ValueError, match="special token sequence"):
+            SPTBlendRetriever(torch.tensor([], dtype=torch.int64), engine, metadata_of(model, "test", engine.config))
+        store(model, engine, document(30, 1))
+        with pytest.raises(ValueError, match="layer 9"):
+            retriever.new_request(document(30, 1), torch.tensor([0, 32])).result(9)
