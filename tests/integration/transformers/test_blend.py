@@ -13,7 +13,7 @@ from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetrieve
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
-from lmcache_core.integrations.transformers_blend import BlendingModel, rope_parameters_of
+from lmcache_core.integrations.transformers.blended import BlendingModel, rope_parameters_of
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
 from transformers import LlamaConfig, LlamaForCausalLM

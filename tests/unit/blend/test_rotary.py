@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lmcache_core.blend import RopeParameters, RotaryEmbedding
-from lmcache_core.integrations.transformers_blend import rope_parameters_of
+from lmcache_core.integrations.transformers.blended import rope_parameters_of
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 

@@ -1,35 +1,19 @@
-"""Hugging Face transformers: a causal LM whose prompts' KV comes from, and goes to, the cache.
-
-engine = LMCacheEngineBuilder.get_or_create("hf", config, metadata_of(model, name, config), connector_of(model))
-cached = CachedCausalLM(model, engine)
-answer = cached.generate(input_ids, max_new_tokens=32)
-"""
+"""A causal LM whose prompts' KV comes from, and goes to, the cache."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
-from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
-from lmcache_core.memory.views import bytes_under
+from lmcache_core.integrations.transformers.identity import head_size_of, num_kv_heads_of, num_layers_of
 
 KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-FMT = "huggingface"
-_NOT_OF_THE_KV = frozenset(
-    {"_name_or_path", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "id2label"}
-    | {"label2id", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params", "problem_type"}
-)
-"""Options of a model that change none of its KV, by name; whatever else there is takes part in the identity."""
 
 
 @dataclass(frozen=True)
@@ -47,49 +31,6 @@ class Generation:
     num_prompt_tokens: int
     num_reused_tokens: int
     time_to_first_token_s: float
-
-
-def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Text that differs when any weight differs: the revision of a model that names none. Reads all weights once."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name};{tensor.dtype};{tuple(tensor.shape)};".encode())
-        digest.update(bytes_under(tensor.detach().cpu().contiguous()))
-    return f"weights-{digest.hexdigest()}"
-
-
-def options_fingerprint(model: PreTrainedModel) -> str:
-    """Text that differs when the same weights would give other KV: position encoding, activation, attention, norm."""
-    options = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_KV}
-    options["attention"] = getattr(model.config, "_attn_implementation", None)
-    text = json.dumps(options, sort_keys=True, default=str)
-    return f"options-{xxhash.xxh3_128_hexdigest(text.encode())}"
-
-
-def metadata_of(model: PreTrainedModel, model_name: str, config: LMCacheEngineConfig, revision: str | None = None) -> LMCacheEngineMetadata:
-    """Describe the KV of a model.
-
-    Args:
-        model: A causal LM with rotary attention, on one device.
-        model_name: Name under which its KV is shared.
-        config: Gives the chunk size.
-        revision: Revision of the weights; by default their fingerprint, so that other weights never share KV. The model's options,
-            which decide about its KV too, always take part.
-
-    Raises:
-        ValueError: Not every layer keeps the KV of every token (sliding window, state space): such a model is not supported.
-    """
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if not kinds <= {DynamicLayer}:
-        raise ValueError(f"model {model_name!r} has layers that do not keep the KV of every token; only full attention is supported")
-    shape = (_num_layers(model), 2, config.chunk_size, _num_kv_heads(model), _head_size(model))
-    identity = f"{revision or weights_fingerprint(model)};{options_fingerprint(model)}"
-    return LMCacheEngineMetadata(model_name, 1, 0, FMT, model.dtype, shape, revision=identity)
-
-
-def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
-    """The GPU connector for a model's KV."""
-    return VLLMNestedTupleGPUConnector(_num_kv_heads(model) * _head_size(model), _num_layers(model))
 
 
 class CachedCausalLM:
@@ -189,9 +130,9 @@ class CachedCausalLM:
         return logits
 
     def _empty_kv(self, num_tokens: int) -> KVCaches:
-        shape = (num_tokens, _num_kv_heads(self._model), _head_size(self._model))
+        shape = (num_tokens, num_kv_heads_of(self._model), head_size_of(self._model))
         options: dict[str, Any] = {"dtype": self._model.dtype, "device": self._model.device}
-        return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(_num_layers(self._model)))
+        return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(num_layers_of(self._model)))
 
 
 def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -201,16 +142,3 @@ def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _as_heads_first(side: torch.Tensor) -> torch.Tensor:
     return side.transpose(0, 1)[None].contiguous()
-
-
-def _num_layers(model: PreTrainedModel) -> int:
-    return int(model.config.num_hidden_layers)
-
-
-def _num_kv_heads(model: PreTrainedModel) -> int:
-    return int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
-
-
-def _head_size(model: PreTrainedModel) -> int:
-    head_size = getattr(model.config, "head_dim", None)
-    return int(head_size or model.config.hidden_size // model.config.num_attention_heads)
