@@ -90,7 +90,7 @@ def assert_equals_full(model: LlamaForCausalLM, prompts: list[torch.Tensor], ble
     assert torch.equal(starts, before)
     for i, prompt in enumerate(prompts):
         logits, layers = full(model, prompt)
-        torch.testing.assert_close(got.logits[i], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.logits[i, 0], logits, rtol=1e-4, atol=1e-4)
         for (k, v), own in zip(layers, got.caches[i].layers, strict=True):
             torch.testing.assert_close(own.keys, k, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(own.values, v, rtol=1e-4, atol=1e-4)

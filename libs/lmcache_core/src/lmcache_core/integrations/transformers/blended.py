@@ -18,7 +18,7 @@ class BlendedPrefill:
     """What a blended prefill gave.
 
     Attributes:
-        logits: Of the last token of each request, `[num_requests, vocabulary]`.
+        logits: Of the last tokens of each request, `[num_requests, logits_to_keep, vocabulary]`.
         caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill gives, not equal.
         num_retrieved: Tokens of the batch whose KV was found.
         num_computed: Tokens that were computed on the layers behind the check layer.
@@ -68,19 +68,23 @@ class BlendingModel:
         self._executor = executor
 
     @torch.inference_mode()
-    def prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendedPrefill:
+    def prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int = 1) -> BlendedPrefill:
         """Compute the KV of a batch of prompts, reusing what is found.
 
         Args:
             input_tokens: Token ids of all prompts, one after the other, `[num_tokens]`.
             query_start_loc: Where each begins, and the number of tokens, `[num_requests + 1]`.
+            logits_to_keep: Of how many tokens at the end of each prompt logits are wanted.
+
+        Raises:
+            ValueError: A prompt has fewer tokens, or some of these were retrieved and not computed.
         """
         task = self._retriever.new_request(input_tokens, query_start_loc)
         inner = self._model.model
         starts = query_start_loc.tolist()
         device = input_tokens.device
         positions = torch.cat([torch.arange(end - start, device=device) for start, end in pairwise(starts)])
-        keys = positions
+        keys, computed = positions, torch.arange(len(positions), device=device)
         short = starts
         hidden = inner.embed_tokens(input_tokens)
         kv: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -93,11 +97,15 @@ class BlendingModel:
                 layer_id, found.k, found.v, found.valid_mask, found.original_positions, q, k, v, positions, query_start_loc, 0
             )
             if out.query_start_loc is not None:
-                hidden, positions, short = hidden[out.local_indices], out.positions, out.query_start_loc.tolist()
+                computed, short = out.local_indices, out.query_start_loc.tolist()
+                hidden, positions = hidden[computed], out.positions
             kv.append((out.k, out.v))
             hidden = self._finish(layer, hidden, out, positions, keys, short, starts)
-        ends = torch.tensor(short[1:], device=device) - 1
-        logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[ends]))
+        rows = torch.tensor([list(range(max(end - logits_to_keep, 0), end)) for end in short[1:]], device=device)
+        wanted = torch.tensor(starts[1:], device=device)[:, None] + torch.arange(-logits_to_keep, 0, device=device)
+        if not torch.equal(computed[rows], wanted) or (wanted < torch.tensor(starts[:-1], device=device)[:, None]).any():
+            raise ValueError(f"logits of the last {logits_to_keep} tokens of each prompt: not all of these are there, or were computed")
+        logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
     def _qkv(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,174 @@
+"""The gate: a model is blended only with a certificate that says what blending costs its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from lmcache_core.errors import ConfigError
+
+FORMAT_VERSION: Final = 1
+MAX_CERTIFICATE_BYTES: Final = 1 << 16
+
+
+class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV is blended: what a certificate holds for.
+
+    Attributes:
+        policy: Which tokens are computed anew: one of `selection.POLICY_NAMES`.
+        recompute_ratio: Share of them, 0 … 1.
+        separator: Token ids that end a document.
+    """
+
+    policy: str
+    recompute_ratio: float
+    separator: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {self.recompute_ratio:.0%} computed anew"
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured of blended prompts against full recompute, over all tokens behind the documents.
+
+    Attributes:
+        num_prompts: How many prompts.
+        num_tokens: How many tokens behind their documents.
+        kl_nats: Mean Kullback-Leibler divergence of the next token's distribution, in nats.
+        top1_agreement: Share of tokens whose most probable successor is the same.
+        delta_loss_nats: By how much the loss of the text grows, in nats a token.
+        delta_loss_error: Standard error of that, over prompts.
+        reused_share: Share of the prompts' tokens whose KV was retrieved.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    kl_nats: float
+    top1_agreement: float
+    delta_loss_nats: float
+    delta_loss_error: float
+    reused_share: float
+
+
+class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model must keep to.
+
+    Attributes:
+        max_kl_nats: Largest mean divergence.
+        min_top1_agreement: Smallest share of equal first choices.
+        max_delta_loss_nats: Largest growth of the loss; twice its standard error is added to what was measured.
+    """
+
+    max_kl_nats: float = 0.05
+    min_top1_agreement: float = 0.95
+    max_delta_loss_nats: float = 0.02
+
+    def reasons_against(self, quality: Quality) -> list[str]:
+        """Why KV of that quality may not be used; empty if it may."""
+        reasons = []
+        if not quality.kl_nats <= self.max_kl_nats:
+            reasons.append(f"divergence of {quality.kl_nats:.4f} nats is above {self.max_kl_nats}")
+        if not quality.top1_agreement >= self.min_top1_agreement:
+            reasons.append(f"{quality.top1_agreement:.1%} equal first choices are below {self.min_top1_agreement:.0%}")
+        worst = quality.delta_loss_nats + 2 * quality.delta_loss_error
+        if not worst <= self.max_delta_loss_nats:
+            reasons.append(f"the loss may grow by {worst:.4f} nats a token, above {self.max_delta_loss_nats}")
+        return reasons
+
+
+class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured, of what, and whether it is good enough.
+
+    Attributes:
+        format_version: `FORMAT_VERSION`.
+        model_name: Under which its KV is shared.
+        identity: Revision of the weights and the options that decide about KV, as in `LMCacheEngineMetadata.revision`.
+        profile: What it holds for.
+        bounds: What was asked for.
+        quality: What was found.
+        core_version: Of the library that measured.
+    """
+
+    format_version: int
+    model_name: str
+    identity: str
+    profile: BlendProfile
+    bounds: QualityBounds
+    quality: Quality
+    core_version: str
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the model may not be blended so; empty if it may."""
+        return self.bounds.reasons_against(self.quality)
+
+
+class CertificateFolder:
+    """Certificates as JSON files, one for each model and profile.
+
+    Args:
+        folder: Where they lie; made when the first is saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path_of(self, model_name: str, identity: str, profile: BlendProfile) -> Path:
+        """Where the certificate of a model and profile lies, if there is one."""
+        named = msgspec.json.encode((FORMAT_VERSION, model_name, identity, profile))
+        return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
+
+    def save(self, certificate: BlendCertificate) -> Path:
+        """Keep a certificate in the place of an older one; whole or not at all.
+
+        Returns:
+            Where it lies.
+        """
+        path = self.path_of(certificate.model_name, certificate.identity, certificate.profile)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        return path
+
+    def reason_against(self, model_name: str, identity: str, profile: BlendProfile) -> str | None:
+        """Why that model may not be blended so; None if it may.
+
+        Raises:
+            ConfigError: There is a certificate, and it cannot be read.
+        """
+        path = self.path_of(model_name, identity, profile)
+        found = _read(path)
+        if found is None:
+            return f"{model_name} has no certificate for blending ({profile}) in {self._folder}; make one with `lmcachectl certify blend`"
+        if (found.model_name, found.identity, found.profile) != (model_name, identity, profile):
+            return f"the certificate {path} is of another model or profile; make it again with `lmcachectl certify blend`"
+        if found.reasons:
+            return f"{model_name} failed its certificate for blending ({profile}): {'; '.join(found.reasons)}"
+        return None
+
+
+def _read(path: Path) -> BlendCertificate | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CERTIFICATE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ConfigError(f"certificate {path} cannot be read: {exc}") from exc
+    if len(data) > MAX_CERTIFICATE_BYTES:
+        raise ConfigError(f"certificate {path} has more than {MAX_CERTIFICATE_BYTES} bytes; it is no certificate")
+    try:
+        return msgspec.json.decode(data, type=BlendCertificate)
+    except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+        raise ConfigError(f"certificate {path} is damaged ({exc}); remove it, or make it again") from exc

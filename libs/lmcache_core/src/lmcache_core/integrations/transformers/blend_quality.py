@@ -1,0 +1,169 @@
+"""What blending costs a model's answers, measured on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from lmcache_core.blend import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+from lmcache_core.blend.certificate import Quality
+from lmcache_core.integrations.transformers.blended import BlendingModel
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPrompt:
+    """A prompt whose documents are cached, each as computed on its own.
+
+    Attributes:
+        documents: Token ids of each, with the separator at its end; at least one.
+        ending: Token ids behind them, at least two: each is predicted from those before it.
+    """
+
+    documents: Sequence[torch.Tensor]
+    ending: torch.Tensor
+
+    def tokens(self) -> torch.Tensor:
+        """All of it, `[num_tokens]`."""
+        return torch.cat([*self.documents, self.ending])
+
+
+class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
+    """Computes the KV of a prompt's documents, each on its own: what a cache would bring, without one.
+
+    Args:
+        model: In eval mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._valid_mask = torch.zeros(0, dtype=torch.bool)
+        self._original_positions = torch.zeros(0, dtype=torch.int64)
+
+    def compute(self, prompt: SplitPrompt) -> None:
+        """Take the prompt that is asked for next."""
+        sides: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        with torch.inference_mode():
+            for document in prompt.documents:
+                cache = self._model(input_ids=document[None], use_cache=True, logits_to_keep=1).past_key_values
+                sides.append([(_flat(layer.keys), _flat(layer.values)) for layer in cache.layers])
+            room = torch.zeros(len(prompt.ending), sides[0][0][0].shape[1], dtype=self._model.dtype, device=prompt.ending.device)
+            self._layers = [
+                (torch.cat([*(own[i][0] for own in sides), room]), torch.cat([*(own[i][1] for own in sides), room]))
+                for i in range(len(sides[0]))
+            ]
+        lengths = [len(document) for document in prompt.documents]
+        self._valid_mask = torch.arange(sum(lengths) + len(prompt.ending)) < sum(lengths)
+        parts = [torch.arange(length) for length in lengths]
+        self._original_positions = torch.cat([*parts, torch.zeros(len(prompt.ending), dtype=torch.int64)]).to(prompt.ending.device)
+
+    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+        """See `BlendRetriever.new_request`: of the prompt of `compute`."""
+        return self
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        """See `BlendRetrieverTask.result`."""
+        k, v = self._layers[layer_id]
+        return BlendRetrieverResult(k, v, self._valid_mask, self._original_positions)
+
+
+@dataclass(frozen=True)
+class PromptQuality:
+    """One prompt: sums over the tokens of its ending but the first.
+
+    Attributes:
+        num_tokens: How many.
+        kl_nats: Divergence of the blended distributions from the full ones.
+        num_agreeing: Tokens whose most probable successor is the same.
+        full_loss_nats: Loss of the text after full recompute.
+        blended_loss_nats: Loss after blending.
+        num_reused: Tokens of the prompt that were retrieved.
+        num_prompt_tokens: Tokens of the prompt.
+    """
+
+    num_tokens: int
+    kl_nats: float
+    num_agreeing: int
+    full_loss_nats: float
+    blended_loss_nats: float
+    num_reused: int
+    num_prompt_tokens: int
+
+
+def compare(model: PreTrainedModel, blended: BlendingModel, prompt: SplitPrompt) -> PromptQuality:
+    """Predict a prompt's ending after full recompute and after blending.
+
+    Args:
+        model: In eval mode.
+        blended: The same model; its retriever brings the prompt's documents.
+        prompt: On the model's device.
+
+    Raises:
+        ValueError: The ending has fewer than two tokens, or there is no document.
+    """
+    if len(prompt.ending) < 2 or not prompt.documents:
+        raise ValueError(
+            f"a prompt of {len(prompt.documents)} documents and {len(prompt.ending)} tokens behind them; at least 1 and 2 are needed"
+        )
+    tokens, num_kept = prompt.tokens(), len(prompt.ending)
+    with torch.inference_mode():
+        full = model(input_ids=tokens[None], use_cache=False, logits_to_keep=num_kept).logits[0, :-1].float().log_softmax(-1)
+        got = blended.prefill(tokens, torch.tensor([0, len(tokens)]), num_kept)
+        ours = got.logits[0, :-1].float().log_softmax(-1)
+        targets = prompt.ending[1:]
+        return PromptQuality(
+            len(targets),
+            float(F.kl_div(ours, full, reduction="sum", log_target=True)),
+            int((ours.argmax(-1) == full.argmax(-1)).sum()),
+            float(F.nll_loss(full, targets, reduction="sum")),
+            float(F.nll_loss(ours, targets, reduction="sum")),
+            got.num_retrieved,
+            len(tokens),
+        )
+
+
+def measure(
+    model: PreTrainedModel,
+    prompts: Iterable[SplitPrompt],
+    blending: Callable[[BlendRetriever], BlendingModel],
+    progress: Callable[[int], None] = lambda _: None,
+) -> Quality:
+    """Blend each prompt and compare.
+
+    Args:
+        model: In eval mode.
+        prompts: At least two.
+        blending: Makes the blending model around a retriever.
+        progress: Called with the number of prompts done.
+
+    Raises:
+        ValueError: There are fewer than two.
+    """
+    retriever = DocumentRetriever(model)
+    blended, found = blending(retriever), []
+    for prompt in prompts:
+        retriever.compute(prompt)
+        found.append(compare(model, blended, prompt))
+        progress(len(found))
+    if len(found) < 2:
+        raise ValueError(f"{len(found)} prompts; a standard error needs at least two")
+    num_tokens = sum(one.num_tokens for one in found)
+    deltas = torch.tensor([(one.blended_loss_nats - one.full_loss_nats) / one.num_tokens for one in found], dtype=torch.float64)
+    return Quality(
+        len(found),
+        num_tokens,
+        sum(one.kl_nats for one in found) / num_tokens,
+        sum(one.num_agreeing for one in found) / num_tokens,
+        float(deltas.mean()),
+        float(deltas.std() / len(found) ** 0.5),
+        sum(one.num_reused for one in found) / sum(one.num_prompt_tokens for one in found),
+    )
+
+
+def _flat(side: torch.Tensor) -> torch.Tensor:
+    """K or V of a cache, `[1, num_heads, num_tokens, head_size]`, as `[num_tokens, num_heads * head_size]`."""
+    return side[0].transpose(0, 1).flatten(1)
