@@ -48,6 +48,7 @@ def test_lint_of_the_library(chart: Chart, helm: str) -> None:
 def test_the_matrix_is_there() -> None:
     assert set(CASES) >= {
         "default",
+        "bucket",
         "minimal",
         "external-redis",
         "ha",

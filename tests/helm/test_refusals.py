@@ -81,6 +81,14 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "LMCache clients without a policy": (COMPAT | {"networkPolicy.enabled": False}, "nothing else keeps strangers from that port"),
     "LMCache clients from nowhere": ({"storage.compat.enabled": True}, "name the pods that run LMCache"),
     "LMCache clients as our own tenant": (COMPAT | {"storage.compat.tenant": "default"}, "a tenant of their own"),
+    "keys of no bucket": ({"storage.s3.existingSecret": "s"}, "storage.s3.existingSecret is set, but storage.s3.bucket is empty"),
+    "ports of no bucket": ({"storage.s3.extraPorts": [80]}, "storage.s3.extraPorts is set, but storage.s3.bucket is empty"),
+    "an authority of a bucket without TLS": (
+        {"storage.s3": {"bucket": "kv", "endpointUrl": "http://s3", "existingCaSecret": "s"}},
+        "write https for http in it",
+    ),
+    "a prefix that is part of a name": ({"storage.s3": {"bucket": "kv", "prefix": "team"}}, "prefix"),
+    "credentials in a URL": ({"storage.s3": {"bucket": "kv", "endpointUrl": "https://key:secret@s3"}}, "endpointUrl"),
     "clients' certificates without TLS": ({"tls.mutual": True}, "tls.mutual is set, but"),
     "certificates without TLS": ({"tls.certManager.enabled": True}, "tls.certManager is enabled, but"),
     "two kinds of certificates": (
@@ -97,6 +105,7 @@ OF_ONE_SENTENCE = {
     "a lookup that is killed while it answers": "a storage that is killed while it drains",
     "a sidecar that is killed while it drains": "a storage that is killed while it drains",
     "no CPU request of a model": "no CPU request",
+    "ports of no bucket": "keys of no bucket",
     "no CPU request of a sidecar": "no CPU request",
     "a sidecar's memory beside its size": "memory beside its size",
 }

@@ -16,6 +16,7 @@ lm_port: {{ $ports.storageLm }}
 {{- include "lmcache.peerSettings" . }}
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache.storageDiskGb" . }}
+{{- include "lmcache.s3Settings" . }}
 {{ include "lmcache.setOptions" (omit $values.config "disk_gb") }}
 {{- end -}}
 

@@ -30,6 +30,20 @@
 {{- end }}
 {{- end }}
 
+{{- define "lmcache.refuseS3" }}
+{{- $s3 := .Values.storage.s3 }}
+{{- if not $s3.bucket }}
+{{- range $name := list "endpointUrl" "existingSecret" "existingCaSecret" "extraPorts" }}
+{{- if get $s3 $name }}
+{{- fail (printf "storage.s3.%s is set, but storage.s3.bucket is empty: name the bucket, or leave it empty too." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $s3.existingCaSecret (hasPrefix "http://" $s3.endpointUrl) }}
+{{- fail "storage.s3.existingCaSecret is set, but storage.s3.endpointUrl is not encrypted: write https for http in it, or leave the Secret's name empty." }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseTls" }}
 {{- $tls := .Values.tls }}
 {{- $given := compact (append (values $tls.existingSecrets) $tls.existingSecret) }}

@@ -48,6 +48,9 @@
     {{- with include "lmcache.secretMounts" . }}
     {{- . | trim | nindent 4 }}
     {{- end }}
+    {{- if include "lmcache.s3Volume" . }}
+    - {name: s3-files, mountPath: {{ include "lmcache.s3Path" . }}, readOnly: true}
+    {{- end }}
     - {name: data, mountPath: /var/lib/lmcache}
     - {name: tmp, mountPath: /tmp}
     {{- with .values.extraVolumeMounts }}
