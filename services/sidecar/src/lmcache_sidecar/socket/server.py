@@ -8,6 +8,7 @@ import logging
 import stat
 from pathlib import Path
 
+from lmcache_core.concurrency.listening import stop_listening, take_turns
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
@@ -27,9 +28,6 @@ SOCKET_MODE = 0o660
 MAX_SOCKET_PATH_BYTES = 107
 HELLO_TIMEOUT_S = 5.0
 DISCARD_BYTES = 64 << 10
-ACCEPT_TURNS = 4
-"""Turns of the event loop after which a connection that it had taken from the backlog is known here, or has ended."""
-TOO_MANY = "too_many"
 
 
 class SocketServer:
@@ -94,10 +92,7 @@ class SocketServer:
         if server is None:
             return
         self._is_closed = True
-        for listening in server.sockets:  # asyncio loses a connection that it is accepting when its server closes
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        await _turns(ACCEPT_TURNS)
-        server.close()
+        await stop_listening(server)
         for session in self._sessions:
             session.abandon()
         connections = dict(self._connections)
@@ -107,7 +102,7 @@ class SocketServer:
         for writer in connections.values():
             writer.transport.abort()  # a task that was cancelled before it began has not done it
         await server.wait_closed()
-        await _turns(1)  # what is aborted closes its socket in the loop's next turn
+        await take_turns(1)  # what is aborted closes its socket in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
                 self._path.unlink()
@@ -132,7 +127,7 @@ class SocketServer:
             writer.transport.abort()
         elif len(self._connections) >= MAX_CLIENTS:
             self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._connections))
-            self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, TOO_MANY)
+            self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)
             writer.close()
         else:
             task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
@@ -209,8 +204,3 @@ async def _until_gone(reader: asyncio.StreamReader) -> None:
     """Until the client has closed its side it may still touch what is reserved or pinned for it: the memory stays its own."""
     while await reader.read(DISCARD_BYTES):
         pass
-
-
-async def _turns(num_turns: int) -> None:
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
