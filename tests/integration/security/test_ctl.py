@@ -39,5 +39,5 @@ def test_it_speaks_to_them(guarded: Guarded, capsys: pytest.CaptureFixture[str],
         assert told.out == ""
         assert "no answer from https://" in told.err
         assert "Traceback" not in told.err
-    assert run(*asked, "--tls", "/nowhere") == 1
+    assert run(*asked, "--tls", "/nowhere") == 2, "called wrongly, which is another code than one that fails"
     assert "/nowhere" in capsys.readouterr().err
