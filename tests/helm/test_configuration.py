@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,49 @@ def test_a_changed_setting_restarts_its_pods_only(chart: Chart, component: str) 
     before = checksums(chart.render({"models": [MODEL]}))
     after = checksums(chart.render({"models": [MODEL]} | CHANGES[component]))
     assert {name for name in before if before[name] != after[name]} == {component}
+
+
+OWN_REDIS: Manifest = {
+    "redis.enabled": False,
+    "externalRedis": {
+        "url": "rediss-sentinel://:password-1@s:26379/index",
+        "tls": {"existingSecret": "files-1"},
+        "sentinel": {"existingSecret": "sentinel-1", "username": "asker-1"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"url": "rediss-sentinel://:password-2@s:26379/index"},
+        {"url": "", "existingSecret": "url-1"},
+        {"url": "", "existingSecret": "url-1", "existingSecretKey": "redis"},
+        {"tls": {"existingSecret": "files-2"}},
+        {"tls": {"existingSecret": "files-1", "clientCertificate": True}},
+        {"sentinel": {"existingSecret": "sentinel-2", "username": "asker-1"}},
+        {"sentinel": {"existingSecret": "sentinel-1", "username": "asker-2"}},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest) -> None:
+    def templates(values: Manifest) -> dict[str, Manifest]:
+        rendering = chart.render({"models": [MODEL]} | values)
+        return {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"] for one in rendering.workloads()}
+
+    before = templates(OWN_REDIS)
+    after = templates(OWN_REDIS | {"externalRedis": OWN_REDIS["externalRedis"] | changed})
+    assert {name for name in before if before[name] != after[name]} == {"lookup", "broker"}
+
+
+def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
+    """The same for the same URL, or each upgrade would restart pods; and nobody who sees pods can try passwords out by hashing them."""
+    found = checksums(chart.render(OWN_REDIS))
+    assert checksums(chart.render(OWN_REDIS, helm="helm3")) == found
+    config = chart.render(OWN_REDIS).get("ConfigMap", "lookup")["data"]["config.yaml"]
+    url = OWN_REDIS["externalRedis"]["url"]
+    guesses = [config, config.rstrip("\n")]
+    assert found["lookup"] not in {hashlib.sha256(f"{guess}{end}".encode()).hexdigest() for guess in guesses for end in ("", url)}
 
 
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:

@@ -1,6 +1,7 @@
 {{/*
 The Deployment of a service without state: one container that serves REST.
-Takes: root, component, values, config (its settings file), auth and keys (as lmcache.secretVolumes); asksRedis, asksCluster (optional).
+Takes: root, component, values, config (by a change of which its pods start again), auth and keys (as lmcache.secretVolumes); asksRedis,
+asksCluster (optional).
 */}}
 {{- define "lmcache.deployment" -}}
 apiVersion: apps/v1
