@@ -90,7 +90,8 @@ api-docs: $(VENV)/.tools
 chart-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.helm.tools.chart_docs
 
-model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
+# Not listed: the demo's language model, trained again (about an hour on two cores)
+model: $(VENV)/.runtime
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
