@@ -51,7 +51,7 @@ name: {{ include "lmcache.modelName" . }}
   lifecycle:
     preStop:
       exec:
-        command: [python, -c, "import os, signal; os.kill(1, signal.SIGUSR1)"]
+        command: [python, -m, lmcache_sidecar.begin_drain, {{ include "lmcache.socketPath" . }}]
   startupProbe:
     {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.startup) | nindent 4 }}
   livenessProbe:

@@ -62,7 +62,7 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
         "securityContext": _security_context(plan),
         # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the storage takes no vLLM out of service.
         # When the pod is to end, at once: the drain begins while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
-        "lifecycle": {"preStop": {"exec": {"command": ["python", "-c", "import os, signal; os.kill(1, signal.SIGUSR1)"]}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}}},
         "startupProbe": _probe(period_s=2, num_failures=150),
         "livenessProbe": _probe(period_s=10, num_failures=6),
         "volumeMounts": _mounts(plan),
