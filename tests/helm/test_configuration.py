@@ -123,6 +123,24 @@ def test_pods_name_themselves(chart: Chart) -> None:
     assert env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
 
 
+def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
+    def images(values: dict[str, Any], **model: Any) -> tuple[str, str]:
+        rendering = chart.render({"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"} | values)
+        own = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["image"]
+        return own.rpartition(":")[0], config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0]
+
+    lean, codec = "r.example/lmcache-sidecar", "r.example/lmcache-sidecar-codec"
+    assert images({}) == (lean, lean)
+    assert images({"sidecar.config.remote_serde": "lossless"}) == (codec, codec)
+    assert images({"sidecar.config.peer_serde": "cachegen"}) == (codec, codec)
+    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (codec, lean), "injected ones have no disk_serde"
+    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (codec, lean), "one model alone"
+    digest = "sha256:" + "a" * 64
+    pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}
+    assert images(pinned)[0] == f"{codec}@sha256", "pinned by itself"
+    assert images({"sidecar.image.digest": digest} | {"sidecar.config.remote_serde": "lossless"})[0] == codec, "not by the other's digest"
+
+
 def test_ipv6(chart: Chart) -> None:
     rendering = chart.render({"models": [MODEL], "network.ipFamily": "IPv6"})
     assert config_of(rendering, "storage")["lm_host"] == "::"
@@ -190,6 +208,8 @@ def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -
 def test_objects_of_your_own_are_installed_too(chart: Chart) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "as-it-is"}, "spec": {"hard": {"pods": "10"}}}
     template = "apiVersion: v1\nkind: LimitRange\nmetadata:\n  name: {{ .Release.Name }}-limits\n"
-    rendering = chart.render({"extraManifests": [quota, template]})
+    alert = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "alert"}, "data": {"text": "{{ $labels.pod }} is full"}}
+    rendering = chart.render({"extraManifests": [quota, template, alert]})
     assert rendering.of_kind("ResourceQuota") == [quota]
+    assert alert in rendering.of_kind("ConfigMap"), "an alert's own templates are Prometheus'"
     assert [one["metadata"]["name"] for one in rendering.of_kind("LimitRange")] == ["cache-limits"]
