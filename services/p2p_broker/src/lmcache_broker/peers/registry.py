@@ -57,6 +57,11 @@ class PeerRegistry:
         self.num_failures = 0
 
     @property
+    def shares(self) -> bool:
+        """Whether there is a shared memory at all."""
+        return self._shared is not None
+
+    @property
     def is_shared(self) -> bool:
         """Whether the last call to the shared memory succeeded."""
         return self._is_shared and self._shared is not None
