@@ -43,6 +43,8 @@ def _create(name: str, threads: int) -> ChunkCodec:
         from lmcache_core.serde.chunk_codec import CacheGenCodec
         from lmcache_core.serde.profiles import Profile
     except ModuleNotFoundError as exc:
-        raise ConfigError(f"serde {name!r} needs the package {exc.name!r}; install lmcache-core[codec]") from exc
+        raise ConfigError(
+            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run the image lmcache-sidecar-codec"
+        ) from exc
     level: Any = _PROFILES[name]
     return CacheGenCodec(None if level is None else Profile(level), threads)

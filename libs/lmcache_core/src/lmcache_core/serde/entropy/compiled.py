@@ -25,7 +25,7 @@ def require_numba() -> None:
         ConfigError: It is not.
     """
     if importlib.util.find_spec("numba") is None:
-        raise ConfigError("this serde needs the package 'numba'; install lmcache-core[codec]")
+        raise ConfigError("this serde needs the package 'numba': install lmcache-core[codec], or run the image lmcache-sidecar-codec")
 
 
 def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callable[..., Any]:
