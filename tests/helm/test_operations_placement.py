@@ -63,6 +63,14 @@ def test_by_default_pods_spread_over_nodes_if_they_can(chart: Chart, component: 
     assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
+def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
+    rendering = chart.render({"commonLabels": {"team": "all"}, "storage.podLabels": {"team": "own"}})
+    labels = {one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]["team"] for one in rendering.workloads()}
+    assert labels.pop("cache-lmcache-storage") == "own"
+    assert set(labels.values()) == {"all"}
+    assert rendering.text.count("team: own") == 1
+
+
 def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
     own = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
     template = workload_of(chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup")["spec"]["template"]
