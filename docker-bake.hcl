@@ -25,7 +25,7 @@ variable "REVISION" {
 }
 
 variable "IMAGES" {
-  default = ["storage", "lookup", "broker", "sidecar", "webhook", "payload"]
+  default = ["storage", "lookup", "broker", "sidecar", "sidecar-codec", "webhook", "payload"]
 }
 
 group "default" {
@@ -40,7 +40,8 @@ target "image" {
   name       = image
   matrix     = { image = IMAGES }
   context    = "."
-  dockerfile = "docker/${image}.Dockerfile"
+  dockerfile = "docker/${trimsuffix(image, "-codec")}.Dockerfile"
+  args       = { VARIANT = image == "sidecar-codec" ? "-codec" : null }
   platforms  = PLATFORMS == "" ? [] : split(",", PLATFORMS)
   tags       = [REGISTRY == "" ? "lmcache-${image}:${TAG}" : "${REGISTRY}/lmcache-${image}:${TAG}"]
   labels     = REVISION == "" ? {} : { "org.opencontainers.image.revision" = REVISION }

@@ -124,7 +124,7 @@ def test_pods_name_themselves(chart: Chart) -> None:
 
 
 def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
-    def images(values: dict[str, Any], **model: Any) -> tuple[str, str]:
+    def images(values: dict[str, object], **model: object) -> tuple[str, str]:
         rendering = chart.render({"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"} | values)
         own = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["image"]
         return own.rpartition(":")[0], config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0]
@@ -133,7 +133,9 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
     assert images({}) == (lean, lean)
     assert images({"sidecar.config.remote_serde": "lossless"}) == (codec, codec)
     assert images({"sidecar.config.peer_serde": "cachegen"}) == (codec, codec)
-    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (codec, lean), "injected ones have no disk_serde"
+    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (codec, lean), (
+        "injected ones have no disk_serde"
+    )
     assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (codec, lean), "one model alone"
     digest = "sha256:" + "a" * 64
     pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}

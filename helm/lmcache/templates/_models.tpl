@@ -19,13 +19,24 @@ model: {{ .model.name }}
 name: {{ include "lmcache.modelName" . }}
 {{- end -}}
 
+{{/* The image with the codecs where one of these options asks for them, else the one without. Takes: root, sidecar, serdes. */}}
+{{- define "lmcache.sidecarImage" -}}
+{{- $image := .sidecar.image -}}
+{{- range $option := .serdes -}}
+{{- if ne (get $.sidecar.config $option | default "naive") "naive" -}}
+{{- $image = $.sidecar.codecImage -}}
+{{- end -}}
+{{- end -}}
+{{- include "lmcache-common.image" (dict "root" .root "image" $image "own" true) -}}
+{{- end -}}
+
 {{/* The cache sidecar as a native sidecar: an init container that stays. Takes: root, model (merged). */}}
 {{- define "lmcache.sidecarContainer" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
 {{- $sidecar := .model.sidecar -}}
 - name: sidecar
   restartPolicy: Always
-  image: {{ include "lmcache-common.image" (dict "root" .root "image" $sidecar.image "own" true) }}
+  image: {{ include "lmcache.sidecarImage" (dict "root" .root "sidecar" $sidecar "serdes" (list "remote_serde" "disk_serde" "peer_serde")) }}
   imagePullPolicy: {{ .root.Values.images.pullPolicy }}
   args: [--config, /etc/lmcache/config.yaml]
   ports:
