@@ -132,3 +132,29 @@ def test_a_shell_is_given_its_script(shell: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("lmcachectl")], capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0
     assert "_LMCACHECTL_COMPLETE" in done.stdout
+
+
+CONTEXT = "current-context: c\ncontexts: [{name: c, context: {cluster: c, user: u}}]\nclusters: [{name: c, cluster: {server: 'http://127.0.0.1:9'}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: [", "no usable kubeconfig (it is damaged)"),
+        (b"hello", "no usable kubeconfig (it is damaged)"),
+        (bytes(range(128, 256)), "no usable kubeconfig (it is damaged)"),
+        (b"", "file is empty"),
+        (b"kind: Config\ncontexts: 7\n", "no usable kubeconfig"),
+        (CONTEXT.replace("clusters: [{name: c", "clusters: [{name: d").encode(), "Expected object with name c"),
+        (
+            (CONTEXT + "users: [{name: u, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: /nowhere/login}}}]").encode(),
+            "no usable kubeconfig (no credentials: ",
+        ),
+    ],
+)
+def test_a_damaged_kubeconfig_is_told(content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kubeconfig").write_bytes(content)
+    assert run("status", "--kubeconfig", str(tmp_path / "kubeconfig")) == 2
+    output = capsys.readouterr()
+    assert told in output.err
+    assert output.err.count("\n") == 1

@@ -1,10 +1,11 @@
-"""A port of a pod behind a Unix socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
+"""A port of a pod behind a socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
 
 from __future__ import annotations
 
 import select
 import socket
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,6 +18,9 @@ MAX_STREAMS: Final = 16
 JOIN_S: Final = 2.0
 POLL_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
+END_S: Final = 1.0
+"""For the API to take leave of a stream."""
+LOOPBACK: Final = "127.0.0.1"
 
 
 class PodPort:
@@ -26,15 +30,15 @@ class PodPort:
         cluster: Where the pod is.
         pod: Its name.
         port: The port in it; that may be on its loopback.
-        path: Of the socket.
+        path: Of the Unix socket; None for a TCP port on loopback, which anybody on this machine may connect to.
     """
 
-    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path) -> None:
+    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path | None) -> None:
         self._cluster = cluster
         self._pod = pod
         self._port = port
         self._path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX, socket.SOCK_STREAM)
         self._is_over = threading.Event()
         self._room = threading.BoundedSemaphore(MAX_STREAMS)
         self._threads: list[threading.Thread] = []
@@ -42,11 +46,17 @@ class PodPort:
 
     def __enter__(self) -> Self:
         """Begin to listen."""
-        self._listener.bind(str(self._path))
+        self._listener.bind((LOOPBACK, 0) if self._path is None else str(self._path))
         self._listener.listen(MAX_STREAMS)
         self._listener.settimeout(POLL_S)
         self._start(self._accept)
         return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, without a path."""
+        host, port = self._listener.getsockname()
+        return str(host), int(port)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         """End the streams; one that the API has not answered is left behind, and ends with the process."""
@@ -92,7 +102,7 @@ class PodPort:
                 try:
                     num_back = self._pump(near, far)
                 finally:
-                    far.close()
+                    _end(forward)
                 if not num_back and not self._is_over.is_set():
                     _refuse(near, f"nothing listens at port {self._port} of pod {self._pod} ({forward.error(self._port) or 'closed'})")
         finally:
@@ -121,6 +131,15 @@ class PodPort:
                     return num_back
                 num_back += len(data) if side is far else 0
         return num_back
+
+
+def _end(forward: Any) -> None:
+    """Its thread ends the stream when it sees that our side is closed; where it cannot, the connection is closed all the same."""
+    forward.close()
+    deadline = time.monotonic() + END_S
+    while forward.websocket.sock is not None and time.monotonic() < deadline:
+        time.sleep(POLL_S / 10)
+    forward.websocket.shutdown()
 
 
 def _refuse(near: socket.socket, why: str) -> None:
