@@ -264,6 +264,28 @@ def test_injected_sidecars_encrypt_where_the_others_do(chart: Chart, mutual: boo
     assert settings.allow_plaintext is False
 
 
+def test_the_broker_follows_injected_pods_of_its_namespace(rendering: Rendering, tmp_path: Path) -> None:
+    service = rendering.get("Service", "sidecars")
+    for namespace, is_followed in (("inference", True), ("team-a-test", False)):
+        pod, settings, container = sidecar_of(rendering, tmp_path, namespace)
+        assert (service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()) == is_followed
+        assert settings.instance_id == ("p" if is_followed else f"{namespace}.p")
+        assert [one["port"] for one in service["spec"]["ports"]] == [
+            one["containerPort"] for one in container["ports"] if one["name"] == "lmcache-lm"
+        ]
+    broker = yaml.safe_load(rendering.get("ConfigMap", "broker")["data"]["config.yaml"])
+    assert (broker["kubernetes_service"], broker["discovery_tenant"]) == (
+        service["metadata"]["name"],
+        settings_of(rendering, tmp_path).tenants[0].name,
+    )
+
+
+def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Path) -> None:
+    pod, settings, _ = sidecar_of(chart.render(ON | {"broker.discovery.enabled": False}), tmp_path, "inference")
+    assert "lmcache.io/sidecars" not in pod["metadata"]["labels"]
+    assert settings.instance_id == "inference.p"
+
+
 def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path) -> None:
     _, settings, _ = sidecar_of(chart.render(ON | {"auth.enabled": False}), tmp_path, "inference")
     assert settings.service_token_file is None

@@ -277,6 +277,22 @@ def test_without_tokens_there_are_no_secrets(options: InjectionOptions) -> None:
     assert settings_of(changed).allow_anonymous
 
 
+@pytest.mark.parametrize(
+    ("namespace", "annotations", "is_found"),
+    [("team-a", None, True), ("team-a", {"lmcache.io/tenant": "b"}, False), ("team-b", None, False)],
+)
+def test_the_broker_finds_pods_of_its_namespace(
+    namespace: str, annotations: dict[str, str] | None, is_found: bool, options: InjectionOptions
+) -> None:
+    """By the label that its Service selects and by the pod's name. Of another tenant it would think that they are the first's."""
+    options = dataclasses.replace(options, kubernetes_service="cache-sidecars", kubernetes_namespace="team-a")
+    document = pod(container(args=["m"]), annotations=annotations)
+    changed = after(document, review_pod(options, document, namespace))
+    assert changed["metadata"]["labels"].get("lmcache.io/sidecars") == ("cache-sidecars" if is_found else None)
+    instance = named(named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID")["value"]
+    assert instance == ("$(POD_NAME)" if is_found else "$(POD_NAMESPACE).$(POD_NAME)")
+
+
 def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: InjectionOptions) -> None:
     document = plain()
     document["metadata"]["generateName"] = "m" * 115

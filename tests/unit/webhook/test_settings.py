@@ -64,6 +64,11 @@ def sidecar_with(template: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return sidecar
 
 
+def test_a_service_is_in_a_namespace() -> None:
+    with pytest.raises(ConfigError, match="kubernetes_service and kubernetes_namespace go together"):
+        load_settings(WebhookSettings, None, IMAGES | {"LMCACHE_WEBHOOK_KUBERNETES_SERVICE": "sidecars"})
+
+
 def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
     template = {
         "resources": {"requests": {"cpu": "2", "ephemeral-storage": "1Gi"}, "limits": {"cpu": "4"}},

@@ -60,6 +60,8 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
         memory_overhead_mb=settings.memory_overhead_mb,
         sidecar_cpu=settings.sidecar_cpu,
         run_as_user=settings.run_as_user,
+        kubernetes_service=settings.kubernetes_service,
+        kubernetes_namespace=settings.kubernetes_namespace,
         tenants=tuple(
             Tenant(one.name, frozenset(one.namespaces), one.credentials_secret, one.keys_secret, one.tls_secret) for one in settings.tenants
         ),

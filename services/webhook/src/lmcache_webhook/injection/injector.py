@@ -27,7 +27,7 @@ from lmcache_webhook.injection.sidecar import (
     transfer_config,
 )
 from lmcache_webhook.injection.volumes import volumes_of
-from lmcache_webhook.injection.wishes import INJECTED, STATUS, is_asked_for, read_wishes
+from lmcache_webhook.injection.wishes import INJECTED, SIDECARS, STATUS, is_asked_for, read_wishes
 
 Verdict = Literal["injected", "declined", "unchanged", "unreadable"]
 
@@ -86,6 +86,8 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     _check_names(pod.spec, engine, plan)
 
     patch.put(("metadata", "labels", INJECTED), "true")
+    if plan.service is not None:
+        patch.put(("metadata", "labels", SIDECARS), plan.service)
     for volume in volumes_of(plan):
         patch.append(("spec", "volumes"), volume)
     # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends after it.
