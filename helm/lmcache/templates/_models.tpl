@@ -43,15 +43,7 @@ name: {{ include "lmcache.modelName" . }}
     - {name: lm, containerPort: {{ $ports.sidecarLm }}}
     - {name: sidecar-health, containerPort: {{ $ports.health }}}
   env:
-    {{- include "lmcache-common.podEnv" . | nindent 4 }}
-    - name: LMCACHE_SIDECAR_INSTANCE_ID
-      value: $(POD_NAME)
-    - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
-      value: {{ include "lmcache.lmScheme" . }}://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
-    {{- include "lmcache.placeEnv" "SIDECAR" | nindent 4 }}
-    {{- with $sidecar.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "lmcache-common.env" (dict "own" (include "lmcache.sidecarEnv" .) "extra" $sidecar.extraEnv) | nindent 4 }}
   securityContext:
     {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
   resources:
@@ -79,6 +71,16 @@ name: {{ include "lmcache.modelName" . }}
     {{- with $sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Takes: root. */}}
+{{- define "lmcache.sidecarEnv" -}}
+{{ include "lmcache-common.podEnv" . }}
+- name: LMCACHE_SIDECAR_INSTANCE_ID
+  value: $(POD_NAME)
+- name: LMCACHE_SIDECAR_DISTRIBUTED_URL
+  value: {{ include "lmcache.lmScheme" . }}://{{ include "lmcache.podHost" . }}:{{ (include "lmcache.ports" . | fromYaml).sidecarLm }}
+{{ include "lmcache.placeEnv" "SIDECAR" }}
 {{- end -}}
 
 {{/* What of the Secrets a sidecar reads, as YAML. */}}
