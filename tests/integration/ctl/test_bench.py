@@ -97,7 +97,7 @@ def check_lookups(found: dict[str, Any], is_direct: bool) -> None:
 def test_lookups_are_measured_and_leave_nothing(cluster: SmallCluster) -> None:
     ctl = cluster.ctl()
     before = ctl.json("lookup", "status")
-    done = ctl.run("bench", "lookup", "--seconds", "0.5", "--chunks", "100", "-o", "json")
+    done = ctl.run("bench", "lookup", "--seconds", "0.5", "--size", "1MiB", "--total", "100MiB", "-o", "json")
     check_lookups(json.loads(done.stdout), is_direct=True)
     assert "lookup: " in done.stderr, "progress"
     after = ctl.json("lookup", "status")
@@ -106,13 +106,13 @@ def test_lookups_are_measured_and_leave_nothing(cluster: SmallCluster) -> None:
 
 
 def test_pods_are_measured_through_the_api(in_cluster: Ctl, storage: ServiceProcess) -> None:
-    check_lookups(in_cluster.json("bench", "lookup", "--seconds", "0.5", "--chunks", "100"), is_direct=False)
-    for target in (("storage",), ("storage/demo-storage-0", "--lm")):
+    check_lookups(in_cluster.json("bench", "lookup", "--seconds", "0.5", "--size", "1MiB", "--total", "100MiB"), is_direct=False)
+    for target in (("storage",), ("lm/demo-storage-0",), ("lm",)):
         found = in_cluster.json("bench", *target, *SMALL)
         assert [phase["name"] for phase in found["phases"]] == ["round trip", "store", "fetch"]
         assert found["phases"][1]["num_chunks"] == found["num_removed"] == 32
         assert found["num_left"] == num_chunks_at(storage) == 0
-    assert "storage/nobody is not there: there is storage/demo-storage-0" in in_cluster.text("bench", "storage/nobody", "--lm", code=1)
+    assert "lm/nobody is not there: there is lm/demo-storage-0" in in_cluster.text("bench", "lm/nobody", code=1)
 
 
 def test_what_cannot_be_measured_is_one_sentence(storage: ServiceProcess, ctl: Ctl, directory: Path) -> None:
@@ -121,7 +121,7 @@ def test_what_cannot_be_measured_is_one_sentence(storage: ServiceProcess, ctl: C
     assert "begins with one of lm://" in ctl.text("bench", "redis://h:1", code=2)
     assert "name what to measure" in ctl.text("bench", code=2)
     assert "'broker' names no service: write storage or lookup" in ctl.text("bench", "broker", f"--storage-url={storage.url}", code=2)
-    assert "write its address, lm://host:port" in ctl.text("bench", "storage", "--lm", f"--storage-url={storage.url}", code=2)
+    assert "write the address, lm://host:port" in ctl.text("bench", "lm", f"--storage-url={storage.url}", code=2)
     assert "give a smaller --total" in ctl.text("bench", storage.url, "--size", "1KiB", "--total", "1TiB", code=2)
     wrong = Ctl([f"--token-file={directory / 'wrong-token'}"])
     told = wrong.text("bench", f"lm://127.0.0.1:{storage.ports['lm_port']}", code=1)

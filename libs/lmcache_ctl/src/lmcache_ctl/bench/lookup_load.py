@@ -22,8 +22,6 @@ from lmcache_ctl.cluster.services import Service
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.settings import CtlSettings
 
-MAX_LOOKED_UP: Final = 2048
-"""Chunks of a prefix: those of one batch of events."""
 LEASE_MS: Final = 30_000
 RENEW_S: Final = 5.0
 SEEN_S: Final = 5.0
