@@ -158,6 +158,14 @@ class Build:
         return command
 
 
+# Every file system that can be seen, shared memory and temporary ones too, but the kernel's own.
+ALL_READ_ONLY = (
+    'for at in $(cut -d " " -f 2 /proc/self/mounts | sort -u); do '
+    'case "$at" in /proc|/proc/*|/sys|/sys/*|/dev|/dev/pts) continue ;; esac; '
+    '! mountpoint -q "$at" || mount -o remount,bind,ro "$at" || exit 1; done'
+)
+
+
 @pytest.fixture
 def house() -> Iterator[Path]:
     """A folder that the image's user may look into, unlike pytest's own."""
@@ -188,9 +196,9 @@ def sealed(command: list[str], root: Path, folder: Path) -> list[str]:
     steps = [
         *uncovered(Path(sys.base_prefix), root / "base"),
         f"mount --bind {at} {at}",
+        ALL_READ_ONLY,
         f"mount --bind {there} {there}",
-        f"mount -o remount,bind,ro {at}",
-        "mount -o remount,bind,ro /",
+        f"mount -o remount,bind,rw {there}",
         f"exec setpriv --reuid {USER} --regid {USER} --clear-groups --no-new-privs --bounding-set=-all {shlex.join(command)}",
     ]
     return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", " && ".join(steps)]
@@ -249,6 +257,37 @@ def test_the_image_is_lean_and_unprivileged(image: str) -> None:
     name = "sidecar$VARIANT" if image == "sidecar" else image
     [title] = [argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument]
     assert title.count("org.opencontainers.image.") == 4
+
+
+TRY_TO_WRITE = """
+import os, pathlib, sys
+for place in map(pathlib.Path, sys.argv[1:]):
+    try:
+        (place / "written").write_text("by the entry point")
+    except OSError:
+        continue
+    print(place)
+print(os.getuid(), os.getgid(), os.getgroups())
+"""
+
+
+def test_what_an_entry_point_writes_is_noticed(house: Path) -> None:
+    """Else an image that writes to its root file system would pass here."""
+    tree, folder = house / VENV.lstrip("/"), house / "writable"
+    tree.mkdir(parents=True)
+    folder.mkdir()
+    protect(tree)
+    places = [str(place) for place in (tree, house, folder, Path(tempfile.gettempdir()), "/var/tmp", "/dev/shm", Path.cwd())]
+    line = sealed([sys.executable, "-I", "-c", TRY_TO_WRITE, *places], house, folder)
+    answer = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    *written, identity = answer.stdout.splitlines()
+    for place in written:
+        Path(place, "written").unlink()
+    assert str(folder) in written
+    if can_seal():
+        assert (written, identity) == ([str(folder)], f"{USER} {USER} []")
+    else:
+        assert os.geteuid() == 0 or str(tree) not in written
 
 
 @pytest.mark.timeout(600)
