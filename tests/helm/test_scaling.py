@@ -42,6 +42,13 @@ def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -
         assert given.get(SCALED[name], name)["spec"]["replicas"] == number
 
 
+def test_nothing_sets_replicas_unless_it_is_told(chart: Chart) -> None:
+    """The bundled Redis neither: who scales it to none and back, to see what happens, would own the field."""
+    workloads = chart.render({"models": [MODEL]}).workloads()
+    assert len(workloads) == 5
+    assert [one["metadata"]["name"] for one in workloads if "replicas" in one["spec"]] == []
+
+
 @pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
 def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
     rendering = chart.render({f"{name}.preStopSeconds": 7})
