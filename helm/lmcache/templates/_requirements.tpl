@@ -44,6 +44,31 @@
 {{- end }}
 {{- end }}
 
+{{/*
+Claim templates of a StatefulSet cannot change, which Kubernetes says without saying what to do. What is there is compared in GiB, since the
+cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
+*/}}
+{{- define "lmcache.refuseOtherVolumes" }}
+{{- $persistence := .Values.storage.persistence }}
+{{- $name := include "lmcache-common.componentName" (dict "root" $ "component" "storage") }}
+{{- $live := lookup "apps/v1" "StatefulSet" .Release.Namespace $name | default dict }}
+{{- if $live.spec }}
+{{- $was := "none" }}
+{{- range $live.spec.volumeClaimTemplates }}
+{{- $size := .spec.resources.requests.storage | toString }}
+{{- $unit := dict "Gi" 1 "Ti" 1024 "Pi" 1048576 | dig (regexFind "[A-Za-z]+$" $size) 0 }}
+{{- $was = printf "%d GiB, class %q, %s" (mul $unit (regexFind "^[0-9]+" $size)) (default "" .spec.storageClassName) (join "+" .spec.accessModes) }}
+{{- end }}
+{{- $wanted := "none" }}
+{{- if $persistence.enabled }}
+{{- $wanted = printf "%d GiB, class %q, %s" (int64 $persistence.sizeGi) $persistence.storageClassName (join "+" $persistence.accessModes) }}
+{{- end }}
+{{- if ne $was $wanted }}
+{{- fail (printf "storage.persistence is to be (%s), but the StatefulSet %s was installed with (%s), which cannot change: leave it as it was, or see \"Other volumes\" in the chart's README." $wanted $name $was) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseTls" }}
 {{- $tls := .Values.tls }}
 {{- $given := compact (append (values $tls.existingSecrets) $tls.existingSecret) }}
