@@ -6,8 +6,11 @@ Which capabilities are not agreed upon is tried too, as between releases of whic
 from __future__ import annotations
 
 import ast
+import base64
 import hashlib
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 from lmcache_core.lookup import LookupClient
 from lmcache_core.p2p import BrokerClient, Peer, PeerFigures, TierFigures
 from lmcache_core.p2p.messages import DrainReport
+from lmcache_core.security.tickets import Ticket, TicketSigner, TicketVerifier
 from lmcache_core.telemetry.request_context import Carried, working_for
 
 from tests.contract.releases import conversations as talks
@@ -31,6 +35,7 @@ pytestmark = pytest.mark.parametrize("frozen", FROZEN, ids=lambda path: path.nam
 THIRD_PARTY = {"msgspec", "xxhash", "redis"}
 LM_CAPABILITIES = ((), ("context",), ("lossy", "serde:cachegen", "context", "of the future"))
 SOCKET_CAPABILITIES = (("locks",), ("locks", "stage", "reject", "describe", "context", "on_device", "of the future"))
+SECRET = b"0123456789abcdef"
 NUM_TOKENS = 3 * CHUNK_SIZE
 WHOSE = Carried("today-1", "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
 """Whoever agrees upon it is told of this with each request."""
@@ -54,23 +59,23 @@ def test_it_imports_nothing_of_ours(frozen: Path) -> None:
     assert {"formats", "msgspec", "xxhash", "redis"} <= imported <= may
 
 
-@pytest.mark.parametrize("capabilities", LM_CAPABILITIES)
-def test_an_old_lm_client_at_our_storage(frozen: Path, capabilities: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_old_lm_client_at_our_storage(frozen: Path, tmp_path: Path) -> None:
     options = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.03", "INSTANCE_ID": "storage-0"}
     with running_service("lmcache_storage", tmp_path, {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()}) as storage:
-        said = said_by(frozen / "lm.py", storage.ports["lm_port"], *capabilities)
-    assert said.pop("agreed") == [name for name in capabilities if name in ("lossy", "context")]
-    assert said.pop("remove") == [2]
-    assert said.pop("after") == [[False] * 3]
-    assert said == {
-        "ping": [],
-        "put": [True, True],
-        "damaged": [False, "corrupt"],
-        "contains": [[True, True, False]],
-        "get": [[0, 2], [[1, "never_stored"]]],
-        "prefix": [[0], [[1, "never_stored"]]],
-        "other": [[0], []],
-    }
+        outcomes = {capabilities: said_by(frozen / "lm.py", storage.ports["lm_port"], *capabilities) for capabilities in LM_CAPABILITIES}
+    for capabilities, said in outcomes.items():
+        assert said.pop("agreed") == [name for name in capabilities if name in ("lossy", "context")]
+        assert said == {
+            "ping": [],
+            "put": [True, True],
+            "damaged": [False, "corrupt"],
+            "contains": [[True, True, False]],
+            "get": [[0, 2], [[1, "never_stored"]]],
+            "prefix": [[0], [[1, "never_stored"]]],
+            "other": [[0], []],
+            "remove": [2],
+            "after": [[False] * 3],
+        }
 
 
 @pytest.mark.parametrize("capabilities", LM_CAPABILITIES)
@@ -134,15 +139,14 @@ def test_every_request_of_ours_at_an_old_sidecar(frozen: Path, tmp_path: Path) -
         assert talks.talk_socket(path, lambda connection: connection.arena.store_view) == talks.SOCKET_OUTCOME
 
 
-@pytest.mark.parametrize("form", ["msgpack", "json"])
 @pytest.mark.parametrize("index", ["embedded", "redis"])
-def test_an_old_instance_at_our_lookup(frozen: Path, form: str, index: str, tmp_path: Path) -> None:
+def test_an_old_instance_at_our_lookup(frozen: Path, index: str, tmp_path: Path) -> None:
     with running_redis() as redis:
         environ = {"LMCACHE_LOOKUP_PORT": "0"} | ({"LMCACHE_LOOKUP_REDIS_URL": redis.url} if index == "redis" else {})
         with running_service("lmcache_lookup", tmp_path, environ) as lookup:
-            said = said_by(frozen / "lookup.py", lookup.ports["port"], form)
+            outcomes = [said_by(frozen / "lookup.py", lookup.ports["port"], form) for form in ("msgpack", "json")]
     held = [["old-1", "sidecar", "Hot", 4096]]
-    assert said == {
+    expected = {
         "lease": [0, False],
         "events": [[3, False], [3, False], [4, False]],
         "lookup": [2, False, [held, held]],
@@ -153,6 +157,7 @@ def test_an_old_instance_at_our_lookup(frozen: Path, form: str, index: str, tmp_
         "gap": True,
         "ended": [False] * 3,
     }
+    assert outcomes == [expected] * 2
 
 
 @pytest.mark.parametrize("form", ["msgpack", "json"])
@@ -262,3 +267,56 @@ def test_two_replicas_of_lookup_at_one_redis(frozen: Path, tmp_path: Path) -> No
         environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_REDIS_URL": redis.url}
         with running_service("lmcache_lookup", tmp_path, environ) as service, httpx.Client(base_url=service.url, trust_env=False) as rest:
             check_shared_index(old, Replica(rest))
+
+
+def test_two_replicas_of_the_broker_at_one_redis(frozen: Path, tmp_path: Path) -> None:
+    """Peers that one of them knows are everybody's, and so is that they end."""
+    with running_redis() as redis, running(frozen / "redis_peers.py", redis.port) as old:
+        environ = {
+            "LMCACHE_BROKER_PORT": "0",
+            "LMCACHE_BROKER_REDIS_URL": redis.url,
+            "LMCACHE_BROKER_TICKET_KEYS_FILE": str(tmp_path / "keys"),
+        }
+        (tmp_path / "keys").write_text(f"k1:{base64.b64encode(SECRET).decode()}\n")
+        with running_service("lmcache_broker", tmp_path, environ) as broker, httpx.Client(base_url=broker.url, trust_env=False) as rest:
+
+            def renew() -> Any:
+                drain = {"state": "serving", "total": 1, "handed_over": 0, "already_elsewhere": 0, "failed": 0, "left": 1}
+                place = {"distributed_url": "lm://new-1.example:1", "kind": "sidecar", "zone": "", "node": ""}
+                body = {"incarnation": 7, **place, "load": 0.5, "ttl_ms": None, "drain": drain, "figures": {"stored_chunks": 1}}
+                return rest.put("/v1/peers/new-1", json=body).json()
+
+            def known() -> dict[str, Any]:
+                return {peer["id"]: peer for peer in rest.get("/v1/peers").json()["peers"]}
+
+            assert not renew()["draining"]
+            ((field, said),) = eventually(lambda: old.ask("peers")).items()
+            assert said == [7, "lm://new-1.example:1", False, 0.5]
+            owner = field.removesuffix("new-1")
+            old.ask("announce", f"{owner}old-1", 3, "lm://old-1.example:1")
+            assert eventually(lambda: known().get("old-1"))["distributed_url"] == "lm://old-1.example:1"
+            wanted = {"requester": "new-1", "chunks": [{"chunk_id": "11" * 16, "holders": ["old-1"]}]}
+            (assigned,) = rest.post("/v1/transfers", json=wanted).json()["assignments"]
+            assert said_by(frozen / "tickets.py", "check", SECRET.hex(), assigned["ticket"])[:3] == ["k1", "old-1", "new-1"]
+            old.ask("drain", field)
+            assert eventually(lambda: renew()["draining"])
+            old.ask("leave", f"{owner}old-1")
+            assert eventually(lambda: "old-1" not in known())
+
+
+def test_tickets_are_taken_by_either_side(frozen: Path) -> None:
+    expires_ms = int(time.time() * 1000) + 60_000
+    named = {"instance": "pod-2", "requester": "pod-1", "tenant": "acme"}
+    ours = TicketSigner({"k1": SECRET}).sign(**named, expires_unix_ms=expires_ms)
+    assert said_by(frozen / "tickets.py", "check", SECRET.hex(), ours) == ["k1", *named.values(), expires_ms]
+    theirs = said_by(frozen / "tickets.py", "sign", "k1", SECRET.hex(), *named.values(), expires_ms)
+    assert TicketVerifier({"k1": SECRET}, "pod-2").verify(theirs) == Ticket("k1", *named.values(), expires_ms)
+
+
+def eventually(seen: Callable[[], Any]) -> Any:
+    """What is there before long; replicas of the broker tell each other now and then."""
+    deadline = time.monotonic() + 20.0
+    while not (found := seen()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+    return found
