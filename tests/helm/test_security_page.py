@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tests.helm.conftest import HELM_FOLDER, REPOSITORY
-from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
-    from tests.helm.conftest import Chart, Manifest
+    from tests.helm.conftest import Chart
 
 PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 LOOPBACK_PORT = 8083
-COST = {"broker.podDeletionCost.enabled": True}
+EVERYTHING = {
+    "models": [{"name": "tiny", "model": "example/tiny-llama"}],
+    "webhook.enabled": True,
+    "storage.compat.enabled": True,
+    "storage.compat.clientsFrom": [{"podSelector": {}}],
+    "broker.podDeletionCost.enabled": True,
+}
 
 
 def section(title: str) -> str:
@@ -24,18 +29,12 @@ def section(title: str) -> str:
 
 def test_the_ports_are_those_of_the_containers(chart: Chart) -> None:
     listed = {int(port) for port in re.findall(r"^\| (\d+)", section("Ports"), re.MULTILINE)}
-    opened = {
-        port["containerPort"]
-        for case in CASES.values()
-        for _, container in chart.render(None, case).containers()
-        for port in container.get("ports", [])
-    }
+    opened = {port["containerPort"] for _, container in chart.render(EVERYTHING).containers() for port in container.get("ports", [])}
     assert listed == opened | {LOOPBACK_PORT}
 
 
 def rules(chart: Chart) -> set[tuple[str, str]]:
-    roles: list[Manifest] = [one for case in CASES.values() for one in chart.render(None, case).of_kind("Role", "ClusterRole")]
-    roles += chart.render(COST).of_kind("Role", "ClusterRole")
+    roles = chart.render(EVERYTHING).of_kind("Role", "ClusterRole")
     return {(what, verb) for role in roles for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]}
 
 
