@@ -314,6 +314,8 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
         ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
         ({"webhook.certificate.existingSecret": "a", "webhook.certificate.certManager.enabled": True}, "are both set: choose one"),
         ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
+        ({"webhook.preStopSeconds": 21}, "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s"),
+        ({"webhook.resources.requests": {"cpu": None}}, "webhook.resources requests no cpu"),
         ({"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]}, "credentials_secret is not set"),
         ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
         ({"webhook.sidecarTemplate.image": "x"}, "image"),

@@ -98,6 +98,8 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- $webhook := .Values.webhook }}
 {{- $certificate := $webhook.certificate }}
 {{- if $webhook.enabled }}
+{{- include "lmcache.refuseShortGrace" (dict "name" "webhook" "values" $webhook "before" $webhook.preStopSeconds "config" $webhook.config) }}
+{{- include "lmcache.refuseNoCpu" (dict "name" "webhook" "resources" $webhook.resources) }}
 {{- if and $certificate.existingSecret $certificate.certManager.enabled }}
 {{- fail "webhook.certificate.existingSecret and webhook.certificate.certManager are both set: choose one." }}
 {{- end }}
