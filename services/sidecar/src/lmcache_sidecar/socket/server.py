@@ -12,7 +12,7 @@ from lmcache_core.concurrency.listening import stop_listening, take_turns
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
-from lmcache_core.telemetry.request_context import Carried, working_for
+from lmcache_core.telemetry.request_context import Carried, RequestIds, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 from lmcache_sidecar import metrics
@@ -41,6 +41,7 @@ class SocketServer:
     def __init__(self, path: Path, context: SessionContext) -> None:
         self._path = path
         self._context = context
+        self._ids = RequestIds()
         self._commons = Commons(context.tenant, context.arena.size)
         self._requests = Requests(context.counters)
         self._log = SparseLog(logger)
@@ -182,16 +183,15 @@ class SocketServer:
             await self._answer_one(session, reader, writer)
 
     async def _answer_of(self, session: Session, request: m.Request) -> m.Answer:
-        """The answer, made within whose request it is, where somebody wants to know."""
-        tracer = self._context.tracer
+        """The answer, made within whose request it is; one that came without an id gets one, which what is asked of others carries too."""
+        came = Carried()
         if isinstance(request, m.Within):
             came, request = Carried.checked(request.request_id, request.traceparent), m.decode_request(request.request)
-        elif tracer is None:
-            return await session.answer(request)
-        else:
-            came = None
-        with working_for(f"sidecar {type(request).__name__}", came, tracer):
-            return await session.answer(request)
+        name = f"sidecar {type(request).__name__}"
+        with working_for(name, Carried(came.request_id or self._ids.next(), came.traceparent), self._context.tracer):
+            answer = await session.answer(request)
+            logger.debug("%s is answered", name)
+        return answer
 
     async def _answer_one(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with self._requests.next(reader) as request:
