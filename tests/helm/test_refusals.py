@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"models": [MODEL | {"sidecar": {"resources": {"requests": {"cpu": ""}}}}]},
         "models (tiny): sidecar.resources requests no cpu",
     ),
+    "a CPU request of nothing": ({"broker.resources.requests.cpu": "0m"}, "broker.resources requests no cpu"),
+    "no CPU request of the test": ({"releaseTest.resources.requests": {"cpu": None}}, "releaseTest.resources requests no cpu"),
+    "an amount that is none": ({"broker.resources.limits.memory": "512MB"}, "memory"),
+    "an amount below nothing": ({"broker.resources.limits.cpu": -1}, "cpu"),
     "two models of one name": ({"models": [MODEL, MODEL]}, "two entries are named"),
     "one account created twice": (
         {"modelDefaults.serviceAccount.name": "gpu", "models": [MODEL, MODEL | {"name": "other"}]},
@@ -107,6 +111,8 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
 OF_ONE_SENTENCE = {
     "a lookup that is killed while it answers": "a storage that is killed while it drains",
     "a sidecar that is killed while it drains": "a storage that is killed while it drains",
+    "a CPU request of nothing": "no CPU request",
+    "no CPU request of the test": "no CPU request",
     "no CPU request of a model": "no CPU request",
     "ports of no bucket": "keys of no bucket",
     "no CPU request of a sidecar": "no CPU request",

@@ -102,7 +102,7 @@ cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
 {{- end }}
 
 {{- define "lmcache.refuseNoCpu" }}
-{{- if not (dig "requests" "cpu" "" .resources) }}
+{{- if regexMatch "^[0.]*m?$" (dig "requests" "cpu" "" .resources | toString) }}
 {{- fail (printf "%s.resources requests no cpu, without which autoscalers can tell nothing of the pod: give it one." .name) }}
 {{- end }}
 {{- end }}
