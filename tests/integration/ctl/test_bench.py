@@ -110,7 +110,7 @@ def test_pods_are_measured_through_the_api(in_cluster: Ctl, storage: ServiceProc
     for target in (("storage",), ("lm/demo-storage-0",), ("lm",)):
         found = in_cluster.json("bench", *target, *SMALL)
         assert [phase["name"] for phase in found["phases"]] == ["round trip", "store", "fetch"]
-        assert found["phases"][1]["num_chunks"] == found["num_removed"] == 32
+        assert 0 < found["phases"][1]["num_chunks"] == found["num_removed"]
         assert found["num_left"] == num_chunks_at(storage) == 0
     assert "lm/nobody is not there: there is lm/demo-storage-0" in in_cluster.text("bench", "lm/nobody", code=1)
 

@@ -195,7 +195,7 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             "status": {"phase": "Pending"},
         }
         api.objects = {"deployments": [owner], "persistentvolumeclaims": [claim]}
-        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)}, is_process=True)
+        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)})
         found = ctl.json("doctor", code=1)
         told = {(where, what) for _, where, what in wrong(found, "kubernetes")}
         api.token = "changed"
