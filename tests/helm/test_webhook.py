@@ -183,12 +183,26 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         for one in rendering.manifests
         if "helm.sh/hook" in one["metadata"].get("annotations", {}) and "webhook" in one["metadata"]["name"]
     ]
-    assert {one["kind"] for one in hooks} == {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Job"}
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy", "Job"}
+    assert {one["kind"] for one in hooks} == kinds
     for one in hooks:
         annotations = one["metadata"]["annotations"]
         assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(annotations["helm.sh/hook"].split(","))
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
         assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), "the account is there before the job"
+
+
+def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(rendering: Rendering, chart: Chart) -> None:
+    """It runs before the release's new policies are made, and the default one, which is there already, is about its pod too."""
+    [job] = rendering.of_kind("Job")
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    policy = rendering.get("NetworkPolicy", "webhook-cert-hook")
+    assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {"helm.sh/hook-weight": "-10"}
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], "the CronJob's pods have the same need"
+    assert {443, 6443} <= {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"] if "to" not in rule}
+    assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
 
 
 def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:

@@ -109,3 +109,19 @@ roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ $clus
 subjects:
   - {kind: ServiceAccount, name: {{ .account }}, namespace: {{ .root.Release.Namespace }}}
 {{- end -}}
+
+{{/* What its pods may reach: the API server. Takes: root, component. */}}
+{{- define "lmcache.webhookCertificatePolicy" -}}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress: []
+  egress:
+    {{- include "lmcache-common.dnsEgress" . | nindent 4 }}
+    - ports:
+        {{- range .root.Values.networkPolicy.apiServerPorts }}
+        - {port: {{ . }}, protocol: TCP}
+        {{- end }}
+{{- end -}}
