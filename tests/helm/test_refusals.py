@@ -127,7 +127,7 @@ def test_refused(chart: Chart, what: str) -> None:
 
 
 def test_every_contradiction_is_tested(chart: Chart) -> None:
-    """As many sentences are expected above as requirements.yaml and its parts can fail with, but for those of test_names.py and test_upgrades.py."""
+    """As many sentences are expected above as requirements.yaml can fail with; test_names.py and test_upgrades.py have one each."""
     templates = [chart.path / "templates" / name for name in ("requirements.yaml", "_requirements.tpl")]
     told = {what for what, (_, sentence) in REFUSED.items() if " " in sentence and what not in OF_ONE_SENTENCE}
     assert len(told) + 2 == sum(template.read_text(encoding="utf-8").count("{{- fail ") for template in templates)
