@@ -20,10 +20,11 @@ RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit
 COPY services/sidecar services/sidecar
-# The machine code of the codecs, where it has them, is compiled here: the image's root file system cannot be written.
+# The machine code of the codecs, where it has them, is compiled here, for nodes of other kinds too: the root file system
+# cannot be written.
 RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
     ./libs/lmcache_core ./services/servicekit ./services/sidecar \
-    && if [ -n "$VARIANT" ]; then /opt/lmcache/bin/python -m lmcache_core.serde.warm_up; fi
+    && if [ -n "$VARIANT" ]; then /opt/lmcache/bin/python -m lmcache_core.serde.warm_up --portable; fi
 
 FROM python:3.12-slim
 ARG VARIANT=""

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.serde.entropy.processor import settle_processor
 
 RAW = "naive"
 CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
@@ -40,6 +41,7 @@ def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
 
 def _create(name: str, threads: int) -> ChunkCodec:
     try:
+        settle_processor()  # before numba is imported, which the next line does
         from lmcache_core.serde.chunk_codec import CacheGenCodec
         from lmcache_core.serde.profiles import Profile
     except ModuleNotFoundError as exc:

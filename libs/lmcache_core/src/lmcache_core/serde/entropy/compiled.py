@@ -1,8 +1,8 @@
 """Machine code of the inner loops: compiled once a process, before the first request, and kept beside the source where that can be written.
 
 Code that was compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a read-only file system too. Where none
-fits this machine's processor and these sources, compiling takes some seconds at start-up. The files lie in `__pycache__`, trusted like
-Python's own.
+fits this machine's processor (or the common kind that was chosen at install: `processor.py`) and these sources, compiling takes some
+seconds at start-up. The files lie in `__pycache__`, trusted like Python's own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.serde.entropy.processor import settle_processor
 
 
 def require_numba() -> None:
+    """Check that numba is there, and settle for which processors it compiles; before anything imports it.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    check_numba()
+    settle_processor()
+
+
+def check_numba() -> None:
     """Check that numba is there.
 
     Raises:
