@@ -144,11 +144,22 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_alone(chrome: Chrome, tmp_path
         enter("not-the-token-0123456789")
         eventually(lambda: page.texts("#login-error") == ["The broker does not know this token."])
         assert page.run("return document.getElementById('overview').hidden && sessionStorage.length === 0")
+        for scheme in ("dark", "light"):
+            page.colours(scheme)
+            assert {text: ratio for text, ratio in page.run(CONTRAST) if ratio < MIN_CONTRAST} == {}
+        colours = page.run("return ['login-error', 'token-note'].map((id) => getComputedStyle(document.getElementById(id)).color)")
+        assert colours[0] != colours[1], "what is wrong stands out"
         enter(TOKEN)
         page.shown()
         assert page.run("return [sessionStorage.length, localStorage.length, document.cookie, location.search]") == [1, 0, "", ""]
         assert TOKEN not in chrome.page_source
         page.fresh()
+        first = chrome.current_window_handle
+        chrome.switch_to.new_window("tab")
+        chrome.get(broker.url)
+        eventually(lambda: page.run("return !document.getElementById('login').hidden && sessionStorage.length === 0"))
+        chrome.close()
+        chrome.switch_to.window(first)
         chrome.find_element("id", "leave").click()
         eventually(lambda: page.run("return !document.getElementById('login').hidden && sessionStorage.length === 0"))
         assert page.run("return document.getElementById('overview').hidden")

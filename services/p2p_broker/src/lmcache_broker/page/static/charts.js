@@ -1,5 +1,5 @@
 import { html, nothing, svg } from './dom.js';
-import { bytes, clock, hitRatio, percent, sum, tier, together } from './format.js';
+import { bytes, clock, colour, hitRatio, percent, sum, tier, together } from './format.js';
 
 const HEIGHT = 160;
 const LEFT = 70;
@@ -8,8 +8,6 @@ const BOTTOM = 20;
 const FLOOR = HEIGHT - BOTTOM;
 const MIN_BAR = 4;
 const MAX_BAR = 32;
-const NUM_COLOURS = 6;
-const colour = (i) => `s${Math.min(i, NUM_COLOURS - 1)}`;
 
 /** Neighbouring samples together, the same ones at each look, so that there are no more bars than there is room for. */
 function merged({ samples, interval_s: interval }, room) {
@@ -60,18 +58,18 @@ export function sourcesChart(data, width) {
   const marks = [];
   bars.forEach((bar, i) => {
     let y = FLOOR;
-    names.forEach((name, j) => {
+    names.forEach((name) => {
       const rate = (bar.loaded_bytes[name] ?? 0) / bar.seconds;
       if (rate === 0) return;
       const height = (rate / most) * (FLOOR - TOP);
       y -= height;
       const title = svg('title', {}, `${clock(bar.ended_ms)}: ${bytes(rate)}/s from ${tier(name)}`);
-      marks.push(svg('rect', { class: colour(j), x: LEFT + (i + 0.5) * step - thick / 2, y, width: thick, height }, title));
+      marks.push(svg('rect', { class: colour(name), x: LEFT + (i + 0.5) * step - thick / 2, y, width: thick, height }, title));
     });
   });
   const said = names.map((name) => `${bytes(totals[name])} from ${tier(name)}`);
-  const key = (j) => svg('svg', { width: 11, height: 11, 'aria-hidden': 'true' }, svg('rect', { class: colour(j), width: 11, height: 11, rx: 2 }));
-  const entries = names.map((name, j) => html('li', { 'data-source': name, 'data-value': totals[name] }, key(j), said[j]));
+  const key = (name) => svg('svg', { width: 11, height: 11, 'aria-hidden': 'true' }, svg('rect', { class: colour(name), width: 11, height: 11, rx: 2 }));
+  const entries = names.map((name, j) => html('li', { 'data-source': name, 'data-value': totals[name] }, key(name), said[j]));
   const ticks = [['0', 0], [`${bytes(most / 2)}/s`, 0.5], [`${bytes(most)}/s`, 1]];
   return html('figure', {}, frame(width, `Loaded over time: ${said.join(', ')}`, ticks, bars, marks), html('ul', { class: 'legend' }, ...entries));
 }

@@ -28,7 +28,7 @@ export function replace(place, ...content) {
 }
 
 /** How much of something: for the eye, beside the same in words. */
-export const gauge = (value, max, colour = 's0') =>
+export const gauge = (value, max, colour) =>
   svg('svg', { class: 'gauge', viewBox: '0 0 100 6', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
     svg('rect', { class: 'track', width: 100, height: 6 }),
     svg('rect', { class: colour, width: (100 * Math.min(1, value / Math.max(1, max))).toFixed(2), height: 6 }));

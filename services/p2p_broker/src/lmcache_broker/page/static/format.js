@@ -1,5 +1,6 @@
 const UNITS = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
 const TIERS = { LocalCPUBackend: 'memory', Hot: 'memory', LocalDiskBackend: 'disk', P2PBackend: 'peers', RemoteBackend: 'storage' };
+const COLOURS = new Map([['memory', 's0'], ['peers', 's1'], ['storage', 's2'], ['disk', 's3']]);
 
 export function bytes(count) {
   let unit = 0;
@@ -9,6 +10,8 @@ export function bytes(count) {
 export const number = (count) => count.toLocaleString('en');
 export const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
 export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
+/** The same colour for a tier wherever it is drawn; what has none of its own shares one. */
+export const colour = (name) => COLOURS.get(tier(name)) ?? 's4';
 export const words = (name) => name.replaceAll('_', ' ');
 export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });

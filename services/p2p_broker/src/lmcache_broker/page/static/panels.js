@@ -1,5 +1,5 @@
 import { gauge, html, nothing, table } from './dom.js';
-import { bytes, hitRatio, number, percent, sum, tier, words } from './format.js';
+import { bytes, colour, hitRatio, number, percent, sum, tier, words } from './format.js';
 
 export function totals(data) {
   const work = data.totals;
@@ -61,10 +61,12 @@ function tiers(peer) {
   if (found.length === 0) return '–';
   const line = (one) => {
     const said = `${tier(one.name)}: ${bytes(one.used_bytes)}${one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : ''}, ${number(one.num_chunks)} chunks`;
-    return html('div', {}, html('span', { 'data-tier': one.name, 'data-value': one.used_bytes }, said), one.capacity_bytes ? gauge(one.used_bytes, one.capacity_bytes) : null);
+    return html('div', {}, html('span', { 'data-tier': one.name, 'data-value': one.used_bytes }, said), one.capacity_bytes ? gauge(one.used_bytes, one.capacity_bytes, colour(one.name)) : null);
   };
   return html('div', {}, ...found.map(line));
 }
+
+const state = (peer) => (peer.draining ? (peer.drain === null ? 'draining' : `drain: ${words(peer.drain.state)}`) : 'serving');
 
 export function peers(data) {
   if (data.peers.length === 0) return nothing('No pod is registered.');
@@ -72,8 +74,7 @@ export function peers(data) {
   const loaded = (peer) => (peer.figures === null ? '–' : bytes(sum(peer.figures.loaded_bytes)));
   const columns = [
     ['Name', (peer) => html('code', {}, peer.id)],
-    ['Kind', (peer) => peer.kind],
-    ['State', (peer) => (peer.draining ? (peer.drain === null ? 'draining' : `drain: ${words(peer.drain.state)}`) : 'serving')],
+    ['State', (peer) => html('div', {}, html('div', {}, state(peer)), html('span', { class: 'faint' }, peer.kind))],
     ['Where', (peer) => html('div', {}, html('div', {}, [peer.zone, peer.node].filter(Boolean).join(', ')), html('code', {}, peer.distributed_url))],
     ['Tiers', tiers],
     ['Loaded', loaded, true],

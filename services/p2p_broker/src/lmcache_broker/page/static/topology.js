@@ -1,12 +1,11 @@
 import { html, nothing, svg } from './dom.js';
-import { bytes, number, shorten, tier } from './format.js';
+import { bytes, colour, number, shorten, tier } from './format.js';
 
 const MAX_DRAWN = 32;
 const MAX_GAUGES = 3;
 const ROW = 27;
 const GAUGE = 46;
-const CHAR = 7.2;
-const GAUGE_COLOURS = { memory: 's0', disk: 's3' };
+const CHAR = 7.7;
 
 const describe = (peer) => {
   const place = [peer.zone && `zone ${peer.zone}`, peer.node && `node ${peer.node}`].filter(Boolean).join(', ');
@@ -41,7 +40,7 @@ function row(peer, y, numChars, width) {
   const gauges = tiers.flatMap((one, i) => {
     const place = { x, y: y - 3.5 * tiers.length + 7 * i + 1, height: 5, rx: 1 };
     const used = Math.min(1, one.used_bytes / one.capacity_bytes) * GAUGE;
-    return [svg('rect', { class: 'track', ...place, width: GAUGE }), svg('rect', { class: GAUGE_COLOURS[tier(one.name)] ?? 's5', ...place, width: used.toFixed(1) })];
+    return [svg('rect', { class: 'track', ...place, width: GAUGE }), svg('rect', { class: colour(one.name), ...place, width: used.toFixed(1) })];
   });
   const label = svg('text', { x: 24, y: y + 4 }, shorten(peer.id, numChars));
   const ground = svg('rect', { class: 'ground', x: 0, y: y - ROW / 2, width, height: ROW });
