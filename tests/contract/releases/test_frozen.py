@@ -59,10 +59,11 @@ def test_it_imports_nothing_of_ours(frozen: Path) -> None:
     assert {"formats", "msgspec", "xxhash", "redis"} <= imported <= may
 
 
-def test_an_old_lm_client_at_our_storage(frozen: Path, tmp_path: Path) -> None:
+def test_old_clients_at_our_storage(frozen: Path, tmp_path: Path) -> None:
     options = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.03", "INSTANCE_ID": "storage-0"}
     with running_service("lmcache_storage", tmp_path, {f"LMCACHE_STORAGE_{name}": value for name, value in options.items()}) as storage:
         outcomes = {capabilities: said_by(frozen / "lm.py", storage.ports["lm_port"], *capabilities) for capabilities in LM_CAPABILITIES}
+        over_rest = said_by(frozen / "storage_rest.py", storage.ports["port"])
     for capabilities, said in outcomes.items():
         assert said.pop("agreed") == [name for name in capabilities if name in ("lossy", "context")]
         assert said == {
@@ -76,6 +77,15 @@ def test_an_old_lm_client_at_our_storage(frozen: Path, tmp_path: Path) -> None:
             "remove": [2],
             "after": [[False] * 3],
         }
+    assert over_rest == {
+        "put": [201, 201, 204],
+        "damaged": 422,
+        "head": [200, 404],
+        "get": [200, True, 404],
+        "contains": [200, [True, True, False]],
+        "get_many": [200, [True, True]],
+        "delete": [204, 204, 404],
+    }
 
 
 @pytest.mark.parametrize("capabilities", LM_CAPABILITIES)
@@ -87,11 +97,12 @@ async def test_our_lm_client_at_an_old_storage(frozen: Path, capabilities: tuple
     arena.check_empty()
 
 
-@pytest.mark.parametrize("capabilities", LM_CAPABILITIES[1:])
-def test_our_engine_at_an_old_storage(frozen: Path, capabilities: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("program", [("lm.py", "lossy", "context"), ("storage_rest.py",)], ids=lambda program: program[0])
+def test_our_engine_at_an_old_storage(frozen: Path, program: tuple[str, ...]) -> None:
     tokens, kv, got = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
-    with frozen_server(frozen / "lm.py", *capabilities) as port:
-        remote: dict[str, Any] = {"remote_url": f"lm://127.0.0.1:{port}", **PATIENT}
+    scheme = "lm" if program[0] == "lm.py" else "http"
+    with frozen_server(frozen / program[0], *program[1:]) as port:
+        remote: dict[str, Any] = {"remote_url": f"{scheme}://127.0.0.1:{port}", **PATIENT}
         with embedded_engine(**remote) as first:
             first.engine.store(tokens, kvcaches=kv)
             first.drain()
