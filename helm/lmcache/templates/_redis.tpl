@@ -54,10 +54,7 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
   ports:
     - {port: {{ (include "lmcache.ports" . | fromYaml).redis }}, protocol: TCP}
 {{- else -}}
-- ports:
-    {{- range .root.Values.externalRedis.ports }}
-    - {port: {{ . }}, protocol: TCP}
-    {{- end }}
+{{- include "lmcache-common.anywhere" (dict "ports" .root.Values.externalRedis.ports) }}
 {{- end }}
 {{- end -}}
 

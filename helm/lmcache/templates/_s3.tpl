@@ -56,9 +56,6 @@ s3_ca_file: {{ include "lmcache.s3Path" . }}/ca.crt
 {{- with regexFind ":[0-9]+/?$" $s3.endpointUrl -}}
 {{- $port = trimAll ":/" . | int -}}
 {{- end -}}
-- ports:
-    {{- range prepend $s3.extraPorts $port | uniq }}
-    - {port: {{ int . }}, protocol: TCP}
-    {{- end }}
+{{- include "lmcache-common.anywhere" (dict "ports" (prepend $s3.extraPorts $port | uniq)) -}}
 {{- end -}}
 {{- end -}}

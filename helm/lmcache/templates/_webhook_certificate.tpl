@@ -120,8 +120,5 @@ spec:
   ingress: []
   egress:
     {{- include "lmcache-common.dnsEgress" . | nindent 4 }}
-    - ports:
-        {{- range .root.Values.networkPolicy.apiServerPorts }}
-        - {port: {{ . }}, protocol: TCP}
-        {{- end }}
+    {{- include "lmcache-common.anywhere" (dict "ports" .root.Values.networkPolicy.apiServerPorts) | nindent 4 }}
 {{- end -}}
