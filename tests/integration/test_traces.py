@@ -129,6 +129,9 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
             trace = the_trace_of(site, (tier, "c"), ("sidecar Pin", "c"))
             asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
             assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {asked.span}
+    timed = {line.split("}")[0] for line in metrics_of(site.services["c"].url) if line.startswith("lmcache_tier_seconds_total{")}
+    wanted = {f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"' for tier in ("LocalDiskBackend", "RemoteBackend")}
+    assert wanted <= timed, "dashboards show how long the sidecar's tiers take"
     trace = the_trace_of(site, ("tier RemoteBackend get", "c"), *((name, "storage") for name in ("lm GET", *IN_STORAGE)))
     served = the_only(trace, "lm GET", "lmcache-storage")
     (remote,) = [span for span in trace if span.name == "tier RemoteBackend get"]
