@@ -9,11 +9,9 @@ Not called test_…: the installations take about two minutes. `make docker-lint
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import os
-import shlex
 import shutil
 import stat
 import subprocess
@@ -22,23 +20,20 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import hcl2
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse
+from tests.fixtures.sealed import USER, can_seal, protect, sealed
+
 SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broker", "sidecar": "sidecar", "webhook": "webhook"}
 IMAGES = [*SERVICES, "payload"]
 # The one image that is made by another's Dockerfile, with this argument.
 CODEC_IMAGE = "sidecar-codec"
 CODEC_ARGUMENTS = {"VARIANT": "-codec"}
-STEP_TIMEOUT_S = 300
 START_TIMEOUT_S = 60
-VENV = "/opt/lmcache"
-PAYLOAD = "/payload"
-USER = 10001
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
 MAX_CODEC_IMAGE_MB = 450  # the compiler alone is 180
@@ -57,115 +52,6 @@ SMALL = {
 }
 
 
-@dataclass
-class Stage:
-    """One stage of a Dockerfile.
-
-    Attributes:
-        base: What its FROM names.
-        steps: Instruction and argument, in order.
-    """
-
-    base: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-    def all(self, instruction: str) -> list[str]:
-        """The arguments of every such instruction."""
-        return [argument for name, argument in self.steps if name == instruction]
-
-
-def parse(path: Path) -> list[Stage]:
-    stages: list[Stage] = []
-    text = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    for line in text.replace("\\\n", " ").splitlines():
-        instruction, _, argument = line.strip().partition(" ")
-        if instruction == "FROM":
-            stages.append(Stage(argument.split()[0]))
-        elif instruction:
-            stages[-1].steps.append((instruction, " ".join(argument.split())))
-    return stages
-
-
-def ignored(name: str) -> bool:
-    """Whether .dockerignore keeps a path of the repository out of the build: the last pattern that fits decides."""
-    out = False
-    for line in (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith(("#", "**/")):
-            pattern = line.removeprefix("!")
-            if pattern == "*" or name == pattern or name.startswith(f"{pattern}/"):
-                out = not line.startswith("!")
-    return out
-
-
-class Build:
-    """Runs the first stage of a Dockerfile below `root`, which stands for `/`."""
-
-    def __init__(self, root: Path, arguments: Mapping[str, str] | None = None) -> None:
-        self.root = root
-        self.arguments = dict(arguments or {})
-        self.directory = root
-        tools = root / "usr/bin"
-        tools.mkdir(parents=True)
-        for name, arguments in (("python", ""), ("pip", "-m pip")):
-            script = tools / name
-            script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n', encoding="utf-8")
-            script.chmod(0o755)
-        self.env = {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(root), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-
-    def run(self, stage: Stage) -> None:
-        """Take every step of the stage."""
-        for instruction, argument in stage.steps:
-            if instruction == "WORKDIR":
-                self.directory = self.root / argument.lstrip("/")
-                self.directory.mkdir(parents=True)
-            elif instruction == "ARG":
-                name, _, default = argument.partition("=")
-                self.env[name] = self.arguments.get(name, default.strip('"'))
-            elif instruction == "COPY":
-                *sources, target = argument.split()
-                for source in sources:
-                    self._copy(source, target, several=len(sources) > 1)
-            else:
-                assert instruction == "RUN", f"{instruction} is not known to this test"
-                self.shell(["/bin/sh", "-c", self._below_root(argument)])
-
-    def shell(self, command: list[str]) -> str:
-        """Run a command in the current folder, with nothing of this environment but PATH."""
-        answer = subprocess.run(
-            command, cwd=self.directory, env=self.env, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False
-        )
-        assert answer.returncode == 0, f"{command}:\n{answer.stdout}{answer.stderr}"
-        return answer.stdout
-
-    def _copy(self, source: str, target: str, *, several: bool) -> None:
-        assert not ignored(source), f".dockerignore keeps {source} out"
-        origin = REPOSITORY / source
-        place = self.root / target.lstrip("/") if target.startswith("/") else self.directory / target
-        if origin.is_dir():
-            shutil.copytree(origin, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            return
-        assert target.endswith("/") or not several
-        if target.endswith("/"):
-            place.mkdir(parents=True, exist_ok=True)
-            place = place / origin.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(origin, place)
-
-    def _below_root(self, command: str) -> str:
-        """The command with the absolute paths that the Dockerfiles use below our root, but where they are parts of longer ones."""
-        for path in (VENV, PAYLOAD):
-            command = command.replace(f" {path}", f" {self.root}{path}").replace(f'"{path}', f'"{self.root}{path}')
-        return command
-
-
-# Every file system that can be seen, shared memory and temporary ones too, but the kernel's own.
-ALL_READ_ONLY = (
-    'for at in $(cut -d " " -f 2 /proc/self/mounts | sort -u); do '
-    'case "$at" in /proc|/proc/*|/sys|/sys/*|/dev|/dev/pts) continue ;; esac; '
-    '! mountpoint -q "$at" || mount -o remount,bind,ro "$at" || exit 1; done'
-)
-
-
 @pytest.fixture
 def house() -> Iterator[Path]:
     """A folder that the image's user may look into, unlike pytest's own."""
@@ -173,53 +59,6 @@ def house() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     shutil.rmtree(folder)
-
-
-@functools.cache
-def can_seal() -> bool:
-    """Whether this machine lets us make mounts and change users."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
-        return False
-    trial = ["unshare", "--mount", "--propagation", "private", "mount", "-o", "remount,bind,ro", "/"]
-    return subprocess.run(trial, capture_output=True, check=False).returncode == 0
-
-
-def sealed(command: list[str], root: Path, folder: Path) -> list[str]:
-    """The command as the image's user, who may write to `folder` and nowhere else.
-
-    Where mounts cannot be made, the command as it is: then it is this user who runs it, in a tree whose permissions let nobody write.
-    """
-    if not can_seal():
-        return command
-    os.chown(folder, USER, USER)
-    at, there = shlex.quote(str(root)), shlex.quote(str(folder))
-    steps = [
-        *uncovered(Path(sys.base_prefix), root / "base"),
-        f"mount --bind {at} {at}",
-        ALL_READ_ONLY,
-        f"mount --bind {there} {there}",
-        f"mount -o remount,bind,rw {there}",
-        f"exec setpriv --reuid {USER} --regid {USER} --clear-groups --no-new-privs --bounding-set=-all {shlex.join(command)}",
-    ]
-    return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", " && ".join(steps)]
-
-
-def uncovered(prefix: Path, aside: Path) -> list[str]:
-    """Steps after which everybody may look into `prefix`: this machine's Python may lie in somebody's home, an image's does not."""
-    closed = [path for path in reversed(prefix.parents) if not path.stat().st_mode & stat.S_IXOTH]
-    if not closed:
-        return []
-    aside.mkdir(exist_ok=True)
-    here, there = shlex.quote(str(prefix)), shlex.quote(str(aside))
-    cover = f"mount -t tmpfs -o mode=755,size=1m none {shlex.quote(str(closed[0]))}"
-    return [f"mount --bind {here} {there}", cover, f"mkdir -p {here}", f"mount --move {there} {here}"]
-
-
-def protect(tree: Path) -> None:
-    """Let nobody write to the tree."""
-    for path in [tree, *tree.rglob("*")]:
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode & ~0o222)
 
 
 def megabytes(tree: Path) -> float:
