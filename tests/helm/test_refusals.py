@@ -43,6 +43,7 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"broker.podDeletionCost.enabled": True, "broker.discovery.enabled": False},
         "needs broker.discovery",
     ),
+    "rights for every pod": ({"broker.serviceAccount.create": False}, "would be those of every pod without one"),
     "a disk tier larger than its volume": ({"storage.config.disk_gb": 51}, "must fit its volume"),
     "a token Secret without auth": ({"auth.enabled": False, "auth.existingSecret": "s"}, "enable auth"),
     "memory beside its size": ({"storage.resources.limits.memory": "1Gi"}, "follows from the size of the cache"),

@@ -15,6 +15,14 @@
 {{- end }}
 {{- end }}
 
+{{/* An account that is not the component's alone, and would get its rights. */}}
+{{- define "lmcache.refuseSharedAccount" }}
+{{- $account := .Values.broker.serviceAccount }}
+{{- if and .Values.broker.enabled .Values.broker.discovery.enabled (not $account.create) (not $account.name) }}
+{{- fail "broker.serviceAccount names no account, so that its rights (broker.discovery) would be those of every pod without one: name one, or let it be created." }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseCompat" }}
 {{- $compat := .Values.storage.compat }}
 {{- if $compat.enabled }}
