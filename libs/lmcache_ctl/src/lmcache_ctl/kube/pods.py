@@ -16,7 +16,7 @@ from lmcache_ctl.kube.forward import PodPort
 from lmcache_ctl.settings import CtlSettings
 
 OF_THE_CHART: Final = "app.kubernetes.io/part-of=lmcache"
-INJECTED: Final = "lmcache.io/inject=true"
+INJECTED: Final = "lmcache.io/injected=true"
 COMPONENT: Final = "app.kubernetes.io/component"
 RELEASE: Final = "app.kubernetes.io/instance"
 SIDECAR_CONTAINERS: Final = frozenset({"sidecar", "lmcache-sidecar"})
