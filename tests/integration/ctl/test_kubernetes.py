@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,19 @@ def test_pods_that_cannot_be_asked_are_told(api: PodsApi, cluster: SmallCluster,
     assert problems["demo-lmcache-storage-1"].startswith("its pod is Pending: kubectl describe pod demo-lmcache-storage-1")
 
 
+def test_streams_that_break_are_told_and_leave_nothing_open(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    api.resets = True
+    found = ctl(api, cluster, tmp_path).json("status", code=1)["services"]
+    assert {one["state"] for one in found} == {"no answer"}
+    assert all("was closed before an answer: try again" in one["problem"] for one in found)
+    api.resets = False
+    assert ctl(api, cluster, tmp_path).json("status")["totals"]["num_well"] == len(PODS)
+    deadline = time.monotonic() + 10
+    while left := [thread.name for thread in threading.enumerate() if "forward" in thread.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
 def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
     told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
     assert "the Kubernetes API refuses pods in namespace ns (401)" in told
@@ -105,3 +119,5 @@ def test_pods_that_encrypt(tmp_path: Path) -> None:
         assert secure.json("status")["services"][0]["url"] == "https://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
         assert {one["check"] for one in secure.json("doctor")["findings"]} >= {"certificate", "kubernetes"}
         assert "certificate is not trusted" in secure.text("status", "--tls-name", "elsewhere", code=1)
+        plain = Ctl(secure.options[:1], secure.environ)
+        assert "perhaps it wants https (--tls)" in " ".join(plain.text("status", code=1).split())

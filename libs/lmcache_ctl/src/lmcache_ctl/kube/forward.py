@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -87,14 +86,17 @@ class PodPort:
 
     def _serve(self, near: socket.socket) -> None:
         from kubernetes.client.exceptions import ApiException
+        from websocket import WebSocketException
+
+        from lmcache_ctl.kube.stream import open_stream
 
         try:
             with near:
                 self._opening.add(threading.current_thread())
                 try:
-                    forward = self._open()
-                except (ApiException, OSError) as exc:
-                    _refuse(near, self._cluster.refusal("port-forward", getattr(exc, "status", None) or None, _reason(exc)))
+                    forward = open_stream(self._cluster, self._pod, self._port)
+                except (ApiException, OSError, WebSocketException) as exc:
+                    _refuse(near, self._cluster.refusal("port-forward", _status(exc), _reason(exc)))
                     return
                 finally:
                     self._opening.discard(threading.current_thread())
@@ -102,19 +104,20 @@ class PodPort:
                 try:
                     num_back = self._pump(near, far)
                 finally:
-                    _end(forward)
+                    forward.close()  # its thread sees that, and takes leave of the API
+                    forward.has_ended.wait(END_S)
                 if not num_back and not self._is_over.is_set():
-                    _refuse(near, f"nothing listens at port {self._port} of pod {self._pod} ({forward.error(self._port) or 'closed'})")
+                    _refuse(near, self._silence(forward.error(self._port)))
         finally:
             self._room.release()
 
-    def _open(self) -> Any:
-        """With a client of its own: while a stream is opened the client can do nothing else."""
-        from kubernetes import client
-        from kubernetes.stream import portforward
-
-        api = client.CoreV1Api(self._cluster.client())
-        return portforward(api.connect_get_namespaced_pod_portforward, self._pod, self._cluster.namespace, ports=str(self._port))
+    def _silence(self, error: str | None) -> str:
+        """Why nothing came back."""
+        if error:
+            return f"nothing listens at port {self._port} of pod {self._pod} ({error})"
+        return (
+            f"the connection to port {self._port} of pod {self._pod} was closed before an answer: try again; perhaps it wants https (--tls)"
+        )
 
     def _pump(self, near: socket.socket, far: Any) -> int:
         """Both ways until one side ends; the bytes that came back."""
@@ -133,15 +136,6 @@ class PodPort:
         return num_back
 
 
-def _end(forward: Any) -> None:
-    """Its thread ends the stream when it sees that our side is closed; where it cannot, the connection is closed all the same."""
-    forward.close()
-    deadline = time.monotonic() + END_S
-    while forward.websocket.sock is not None and time.monotonic() < deadline:
-        time.sleep(POLL_S / 10)
-    forward.websocket.shutdown()
-
-
 def _refuse(near: socket.socket, why: str) -> None:
     body = msgspec.json.encode({"type": "about:blank", "title": "Bad Gateway", "status": 502, "detail": why})
     head = f"HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -149,6 +143,11 @@ def _refuse(near: socket.socket, why: str) -> None:
         near.sendall(head.encode() + body)
     except OSError:  # whoever asked has gone
         return
+
+
+def _status(exc: Exception) -> int | None:
+    """Of an answer that is none of a WebSocket, too."""
+    return getattr(exc, "status", None) or getattr(exc, "status_code", None)
 
 
 def _reason(exc: Exception) -> str:
