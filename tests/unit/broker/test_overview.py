@@ -1,5 +1,6 @@
 """`GET /v1/overview`: what heartbeats told, and how it went."""
 
+import asyncio
 import base64
 import hashlib
 from collections.abc import AsyncIterator, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from lmcache_broker import lifespan
 from lmcache_broker.app import create_app
 from lmcache_broker.overview import service as overview_service
 from lmcache_broker.overview.history import MAX_LABELS, MAX_SAMPLED_OWNERS, MAX_SAMPLES, OTHER_LABEL, History, Work
@@ -16,6 +18,7 @@ from lmcache_broker.overview.schemas import OverviewView
 from lmcache_broker.overview.service import MAX_KEPT_VIEWS, MAX_SHOWN_CHUNKS, MAX_SHOWN_LINKS, MAX_SHOWN_PEERS
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import Peer, PeerFigures
 
 TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
@@ -130,6 +133,18 @@ async def test_time_goes_by(app: FastAPI) -> None:
     assert (second["work"]["requested_chunks"], second["work"]["loaded_bytes"]) == (3, {"P2PBackend": 500})
     assert first["ended_ms"] <= second["ended_ms"]
     assert (await acme.overview(max_samples=0))["samples"] == []
+
+
+async def test_a_start_that_fails_leaves_no_sampler_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise ConfigError("no cluster")
+
+    monkeypatch.setattr(lifespan, "create_discovery", fail)
+    app = create_app(BrokerSettings())
+    with pytest.raises(ConfigError, match="no cluster"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("broker/")] == []
 
 
 async def test_it_is_bounded(app: FastAPI) -> None:
