@@ -184,6 +184,16 @@ def test_what_engines_ask_without_traces_has_an_id_in_all_services(site: Site) -
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("service", ["lookup", "broker", "storage", "a"])
+def test_how_much_is_logged_changes_while_a_service_runs(site: Site, service: str) -> None:
+    with httpx.Client(base_url=site.services[service].url, trust_env=False) as client:
+        for level, request_id in (("error", f"quiet-{service}"), ("debug", f"loud-{service}")):
+            assert client.put("/v1/log-level", json={"level": level}).json()["level"] == level
+            client.get("/v1/log-level", headers={"x-request-id": request_id})
+    assert f"loud-{service}" in ids_at(site, service)
+    assert f"quiet-{service}" not in ids_at(site, service)
+
+
 def test_logs_say_nothing_of_what_is_cached(site: Site) -> None:
     """At level debug: no token ids, no keys, no KV, no bodies."""
     tokens = tokens_of(NUM_TOKENS, seed=7)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
-_BEGIN: Final = re.compile(r"/v1/(?:admin/)?[a-z]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$")
+_BEGIN: Final = re.compile(r"/v1/(?:admin/)?[a-z-]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$")
 _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """What is asked all the time, by nobody's request."""
 
