@@ -1,5 +1,11 @@
 {{/* Parts of requirements.yaml: each fails the rendering with a sentence, or renders nothing. */}}
 
+{{- define "lmcache.refuseName" }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "lmcache-common.fullname" (dict "root" $))) }}
+{{- fail (printf "the release is named %q, but names of Services begin with a letter and have letters, digits and '-' alone: name it so, or set fullnameOverride." .Release.Name) }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseModel" }}
 {{- $name := printf "models (%s)" .name }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
@@ -60,7 +66,7 @@ cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
 {{- $persistence := .Values.storage.persistence }}
 {{- $name := include "lmcache-common.componentName" (dict "root" $ "component" "storage") }}
 {{- $live := lookup "apps/v1" "StatefulSet" .Release.Namespace $name | default dict }}
-{{- if $live.spec }}
+{{- if and .Values.storage.enabled $live.spec }}
 {{- $was := "none" }}
 {{- range $live.spec.volumeClaimTemplates }}
 {{- $size := .spec.resources.requests.storage | toString }}
