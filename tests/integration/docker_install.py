@@ -36,7 +36,7 @@ CODEC_ARGUMENTS = {"VARIANT": "-codec"}
 START_TIMEOUT_S = 60
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
-MAX_CODEC_IMAGE_MB = 450  # the compiler alone is 180
+MAX_CODEC_IMAGE_MB = 475  # the compiler alone is 180
 # Settings with which a service starts in any folder, beside others.
 SMALL = {
     "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_PATH": "{folder}/disk", "DISK_GB": "0.0625"},
