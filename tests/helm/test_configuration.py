@@ -90,8 +90,8 @@ def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:
     values = chart.render().get("ConfigMap", "broker")
     assert "ticket_ttl_ms: 5000\n" in values["data"]["config.yaml"]
-    large = chart.render({"lookup.config.redis_timeout_ms": 12345678}).get("ConfigMap", "lookup")
-    assert "redis_timeout_ms: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
+    large = chart.render({"lookup.config.rate_limit_per_tenant": 12345678}).get("ConfigMap", "lookup")
+    assert "rate_limit_per_tenant: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
 
 
 def test_addresses_follow_what_is_installed(chart: Chart) -> None:
