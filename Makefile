@@ -34,7 +34,7 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
-	@$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/pytest -n auto --dist loadfile
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
@@ -90,7 +90,8 @@ api-docs: $(VENV)/.tools
 chart-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.helm.tools.chart_docs
 
-model: $(VENV)/.runtime ## Train the demo's language model again (about an hour on two cores)
+# Not listed: the demo's language model, trained again (about an hour on two cores)
+model: $(VENV)/.runtime
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches

@@ -1,5 +1,6 @@
 # Every image of the project:
-#   docker buildx bake                       # all of them, for this machine
+#   docker buildx create --use               # once: Docker's default builder makes neither attestations nor images of several platforms
+#   docker buildx bake --load                # all of them, for this machine
 #   TAG=0.1.0 REGISTRY=registry.example.com/lmcache PLATFORMS=linux/amd64,linux/arm64 docker buildx bake --push
 #   docker buildx bake sbom                  # lists of what is in them, below build/sbom
 # Pushed images carry their list of contents and how they were built as attestations.
@@ -25,7 +26,7 @@ variable "REVISION" {
 }
 
 variable "IMAGES" {
-  default = ["storage", "lookup", "broker", "sidecar", "webhook", "payload"]
+  default = ["storage", "lookup", "broker", "sidecar", "sidecar-codec", "webhook", "payload"]
 }
 
 group "default" {
@@ -40,7 +41,8 @@ target "image" {
   name       = image
   matrix     = { image = IMAGES }
   context    = "."
-  dockerfile = "docker/${image}.Dockerfile"
+  dockerfile = "docker/${trimsuffix(image, "-codec")}.Dockerfile"
+  args       = { VARIANT = image == "sidecar-codec" ? "-codec" : null }
   platforms  = PLATFORMS == "" ? [] : split(",", PLATFORMS)
   tags       = [REGISTRY == "" ? "lmcache-${image}:${TAG}" : "${REGISTRY}/lmcache-${image}:${TAG}"]
   labels     = REVISION == "" ? {} : { "org.opencontainers.image.revision" = REVISION }

@@ -1,7 +1,10 @@
 # The image of lmcache-sidecar. Build it from the root of the repository:
 #   docker build -f docker/sidecar.Dockerfile -t lmcache-sidecar:0.1.0 .
+# With the codecs, for sidecars that encode chunks; their compiler is larger than all the rest:
+#   docker build -f docker/sidecar.Dockerfile -t lmcache-sidecar-codec:0.1.0 --build-arg VARIANT=-codec .
 # The base is pinned by tag; a release pins it by the digest that its registry shows.
 FROM python:3.12-slim AS build
+ARG VARIANT=""
 WORKDIR /src
 RUN python -m venv --without-pip /opt/lmcache
 
@@ -10,19 +13,22 @@ COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/sidecar/pyproject.toml services/sidecar/
-RUN python dependencies.py 'libs/lmcache_core[redis,codec]' 'services/servicekit[fast,traces]' services/sidecar > requirements.txt \
-    && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' "services/sidecar${VARIANT:+[codec]}" > requirements.txt \
+    && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt \
+    && find /opt/lmcache/lib -type d -name tests -prune -exec rm -r {} +
 
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit
 COPY services/sidecar services/sidecar
-# The machine code of the codecs is compiled here: the image's root file system cannot be written.
+# The machine code of the codecs, where it has them, is compiled here, for nodes of other kinds too: the root file system
+# cannot be written.
 RUN pip --python /opt/lmcache/bin/python install --no-cache-dir --no-deps \
     ./libs/lmcache_core ./services/servicekit ./services/sidecar \
-    && /opt/lmcache/bin/python -m lmcache_core.serde.warm_up
+    && if [ -n "$VARIANT" ]; then /opt/lmcache/bin/python -m lmcache_core.serde.warm_up --portable; fi
 
 FROM python:3.12-slim
-LABEL org.opencontainers.image.title="lmcache-sidecar" \
+ARG VARIANT=""
+LABEL org.opencontainers.image.title="lmcache-sidecar$VARIANT" \
       org.opencontainers.image.description="Cache sidecar of a serving pod: shared-memory hot tier, disk tier, peers" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0"

@@ -13,7 +13,7 @@ COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/webhook/pyproject.toml services/webhook/
-RUN python dependencies.py libs/lmcache_core services/servicekit services/webhook > requirements.txt \
+RUN python dependencies.py libs/lmcache_core 'services/servicekit[traces]' services/webhook > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt \
     && rm -r /opt/lmcache/lib/python3.*/site-packages/kubernetes/aio/client/api \
     && find /opt/lmcache/lib/python3.*/site-packages/kubernetes/aio/client/models -name '*.py' ! -name '__init__.py' -delete \

@@ -22,6 +22,7 @@ from lmcache_core.storage.wrappers import (
     LoggedBackend,
     MeteredBackend,
     RetryBackend,
+    TracedBackend,
     WrapperBackend,
     lister_of,
 )
@@ -38,6 +39,7 @@ WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
     "deadline": lambda backend: DeadlineBackend(backend, timeout_s=10),
     "logged": LoggedBackend,
     "metered": MeteredBackend,
+    "traced": TracedBackend,
     "retry": RetryBackend,
     "faults": lambda backend: FaultyBackend(backend, FaultPlan(seed=0)),
     "encoded, nothing to encode": lambda backend: EncodedBackend(backend, Codecs({})),

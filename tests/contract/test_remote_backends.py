@@ -109,7 +109,7 @@ class TestRedis(RemoteSuite):
         results = await backend.batched_get([make_key("damaged"), make_key("later")], arena)
         assert not any(isinstance(result, Chunk) for result in results)
         assert await backend.batched_contains([make_key("damaged"), make_key("later")]) == [False, True]
-        assert backend.stats()["refused_records"] == 2
+        assert backend.stats()["corrupt_chunks"] == 2
 
 
 class RestUnderTest(BackendUnderTest):

@@ -51,7 +51,7 @@ class Cluster:
         """Start one service and wait until it listens. `addresses` are settings that name other services."""
         root = self._folder / service
         for path in ("run/secrets/lmcache", "run/secrets/tls", "run/lmcache/arena", "run/lmcache/socket", "var/lib/lmcache"):
-            (root / path).mkdir(parents=True)
+            (root / path).mkdir(parents=True, exist_ok=True)
         for name in ("auth", "keys"):
             for key, value in self._rendering.get("Secret", name)["data"].items():
                 (root / "run/secrets/lmcache" / key).write_bytes(base64.b64decode(value))

@@ -48,6 +48,7 @@ def test_lint_of_the_library(chart: Chart, helm: str) -> None:
 def test_the_matrix_is_there() -> None:
     assert set(CASES) >= {
         "default",
+        "bucket",
         "minimal",
         "external-redis",
         "ha",
@@ -171,7 +172,7 @@ def test_schema_types_every_value() -> None:
     """Every value has a type, every object refuses unknown names, unless it is a map or one of Kubernetes' own objects."""
     schema = json.loads((HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8"))
     values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
-    open_by_design = {"stringMap", "quantityMap", "tenantQuotas", "connectorOptions", "sidecarTemplate"}
+    open_by_design = {"labels", "stringMap", "quantityMap", "tenantQuotas", "connectorOptions", "sidecarTemplate"}
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 from typing import TYPE_CHECKING
 
@@ -43,11 +44,54 @@ def test_a_changed_setting_restarts_its_pods_only(chart: Chart, component: str) 
     assert {name for name in before if before[name] != after[name]} == {component}
 
 
+OWN_REDIS: Manifest = {
+    "redis.enabled": False,
+    "externalRedis": {
+        "url": "rediss-sentinel://:password-1@s:26379/index",
+        "tls": {"existingSecret": "files-1"},
+        "sentinel": {"existingSecret": "sentinel-1", "username": "asker-1"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"url": "rediss-sentinel://:password-2@s:26379/index"},
+        {"url": "", "existingSecret": "url-1"},
+        {"url": "", "existingSecret": "url-1", "existingSecretKey": "redis"},
+        {"tls": {"existingSecret": "files-2"}},
+        {"tls": {"existingSecret": "files-1", "clientCertificate": True}},
+        {"sentinel": {"existingSecret": "sentinel-2", "username": "asker-1"}},
+        {"sentinel": {"existingSecret": "sentinel-1", "username": "asker-2"}},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest) -> None:
+    def templates(values: Manifest) -> dict[str, Manifest]:
+        rendering = chart.render({"models": [MODEL]} | values)
+        return {one["metadata"]["name"].removeprefix("cache-lmcache-"): one["spec"]["template"] for one in rendering.workloads()}
+
+    before = templates(OWN_REDIS)
+    after = templates(OWN_REDIS | {"externalRedis": OWN_REDIS["externalRedis"] | changed})
+    assert {name for name in before if before[name] != after[name]} == {"lookup", "broker"}
+
+
+def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
+    """The same for the same URL, or each upgrade would restart pods; and nobody who sees pods can try passwords out by hashing them."""
+    found = checksums(chart.render(OWN_REDIS))
+    assert checksums(chart.render(OWN_REDIS, helm="helm3")) == found
+    config = chart.render(OWN_REDIS).get("ConfigMap", "lookup")["data"]["config.yaml"]
+    url = OWN_REDIS["externalRedis"]["url"]
+    guesses = [config, config.rstrip("\n")]
+    assert found["lookup"] not in {hashlib.sha256(f"{guess}{end}".encode()).hexdigest() for guess in guesses for end in ("", url)}
+
+
 def test_config_values_are_written_as_they_are(chart: Chart) -> None:
     values = chart.render().get("ConfigMap", "broker")
     assert "ticket_ttl_ms: 5000\n" in values["data"]["config.yaml"]
-    large = chart.render({"lookup.config.redis_timeout_ms": 12345678}).get("ConfigMap", "lookup")
-    assert "redis_timeout_ms: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
+    large = chart.render({"lookup.config.rate_limit_per_tenant": 12345678}).get("ConfigMap", "lookup")
+    assert "rate_limit_per_tenant: 12345678\n" in large["data"]["config.yaml"], "not 1.2345678e+07"
 
 
 def test_addresses_follow_what_is_installed(chart: Chart) -> None:
@@ -77,6 +121,26 @@ def test_pods_name_themselves(chart: Chart) -> None:
     assert storage["LMCACHE_STORAGE_REPLICAS_URL"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert rendering.get("StatefulSet", "storage")["spec"]["serviceName"] == "cache-lmcache-storage-headless"
     assert env["cache-lmcache-vllm-tiny/sidecar"]["LMCACHE_SIDECAR_DISTRIBUTED_URL"] == "lm://$(POD_IP):65433"
+
+
+def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
+    def images(values: dict[str, object], **model: object) -> tuple[str, str]:
+        rendering = chart.render({"models": [MODEL | model], "webhook.enabled": True, "images.registry": "r.example"} | values)
+        own = dict(rendering.containers())["cache-lmcache-vllm-tiny/sidecar"]["image"]
+        return own.rpartition(":")[0], config_of(rendering, "webhook")["sidecar_image"].rpartition(":")[0]
+
+    lean, codec = "r.example/lmcache-sidecar", "r.example/lmcache-sidecar-codec"
+    assert images({}) == (lean, lean)
+    assert images({"sidecar.config.remote_serde": "lossless"}) == (codec, codec)
+    assert images({"sidecar.config.peer_serde": "cachegen"}) == (codec, codec)
+    assert images({"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}) == (codec, lean), (
+        "injected ones have no disk_serde"
+    )
+    assert images({}, sidecar={"config": {"remote_serde": "cachegen:high"}}) == (codec, lean), "one model alone"
+    digest = "sha256:" + "a" * 64
+    pinned = {"sidecar.codecImage.digest": digest, "sidecar.config.remote_serde": "lossless"}
+    assert images(pinned)[0] == f"{codec}@sha256", "pinned by itself"
+    assert images({"sidecar.image.digest": digest} | {"sidecar.config.remote_serde": "lossless"})[0] == codec, "not by the other's digest"
 
 
 def test_ipv6(chart: Chart) -> None:
@@ -146,6 +210,8 @@ def test_without_auth_services_let_anyone_in_and_mount_no_tokens(chart: Chart) -
 def test_objects_of_your_own_are_installed_too(chart: Chart) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "as-it-is"}, "spec": {"hard": {"pods": "10"}}}
     template = "apiVersion: v1\nkind: LimitRange\nmetadata:\n  name: {{ .Release.Name }}-limits\n"
-    rendering = chart.render({"extraManifests": [quota, template]})
+    alert = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "alert"}, "data": {"text": "{{ $labels.pod }} is full"}}
+    rendering = chart.render({"extraManifests": [quota, template, alert]})
     assert rendering.of_kind("ResourceQuota") == [quota]
+    assert alert in rendering.of_kind("ConfigMap"), "an alert's own templates are Prometheus'"
     assert [one["metadata"]["name"] for one in rendering.of_kind("LimitRange")] == ["cache-limits"]

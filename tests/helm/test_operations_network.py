@@ -93,6 +93,16 @@ def test_what_is_let_out_is_let_in(rendering: Rendering) -> None:
     assert out == {(source, target, port) for target, source, port in edges("ingress", "from")}
 
 
+@pytest.mark.parametrize("ports", [[], None], ids=["empty", "null"])
+def test_no_ports_are_no_ways_out(chart: Chart, ports: list[int] | None) -> None:
+    """A rule without ports would be one about all ports, to anywhere."""
+    external = {"redis.enabled": False, "externalRedis.url": "redis://r:6379", "externalRedis.ports": ports}
+    values = external | {"networkPolicy.dnsPorts": ports, "networkPolicy.apiServerPorts": ports}
+    for policy in chart.render(ALL | values).of_kind("NetworkPolicy"):
+        for rule in policy["spec"].get("egress") or []:
+            assert rule["ports"], policy["metadata"]["name"]
+
+
 def test_further_ways_out_are_every_pods(chart: Chart) -> None:
     rule = {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tracing"}}}], "ports": [{"port": 4318}]}
     assert denying(chart.render(ALL | {"networkPolicy.extraEgress": [rule]}))["spec"]["egress"] == [rule]

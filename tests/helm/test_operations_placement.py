@@ -63,6 +63,14 @@ def test_by_default_pods_spread_over_nodes_if_they_can(chart: Chart, component: 
     assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
+def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
+    rendering = chart.render({"commonLabels": {"team": "all"}, "storage.podLabels": {"team": "own"}})
+    labels = {one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]["team"] for one in rendering.workloads()}
+    assert labels.pop("cache-lmcache-storage") == "own"
+    assert set(labels.values()) == {"all"}
+    assert rendering.text.count("team: own") == 1
+
+
 def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
     own = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
     template = workload_of(chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup")["spec"]["template"]
@@ -76,6 +84,34 @@ def test_containers_get_what_is_extra(chart: Chart, component: str) -> None:
     assert EXTRA["extraEnv"][0] in container["env"]
     assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
     assert EXTRA["extraVolumes"][0] in spec["volumes"]
+
+
+OWN_VARIABLES = {
+    "storage": "LMCACHE_STORAGE_ZONE",
+    "lookup": "LMCACHE_LOOKUP_INSTANCE_ID",
+    "broker": "LMCACHE_BROKER_REDIS_URL",
+    "webhook": "LMCACHE_WEBHOOK_INSTANCE_ID",
+    "sidecar": "LMCACHE_SIDECAR_ZONE",
+    "modelDefaults": "HF_HOME",
+}
+
+
+@pytest.mark.parametrize("component", sorted(OWN_VARIABLES))
+def test_a_variable_of_ones_own_takes_the_place_of_the_charts(chart: Chart, component: str) -> None:
+    """Twice the same name is what an API server refuses that Helm 4 applies on."""
+    name = OWN_VARIABLES[component]
+    before = dict(chart.render(ALL).containers())
+    after = dict(chart.render(given(component, {"extraEnv": [{"name": name, "value": "own"}]})).containers())
+    changed = {where for where in before if before[where] != after[where]}
+    assert [where.rpartition("/")[2] for where in changed] == ["vllm" if component == "modelDefaults" else component]
+    (where,) = changed
+    assert [one["name"] for one in before[where]["env"]].count(name) == 1, "it is none of the chart's"
+    assert [one for one in after[where]["env"] if one["name"] == name] == [{"name": name, "value": "own"}]
+    assert {one["name"] for one in after[where]["env"]} == {one["name"] for one in before[where]["env"]}
+
+
+def test_an_image_without_tag_and_digest_is_refused(chart: Chart) -> None:
+    assert "neither a tag nor a digest" in chart.refuse({"redis.image.tag": ""})
 
 
 @pytest.mark.parametrize("component", [*COMPONENTS, "sidecar", "payload"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
 import kubernetes_validate
 import pytest
 
 from tests.fixtures.tls import Authority
+from tests.helm.conftest import HELM_FOLDER
 from tests.helm.processes import Cluster
 
 if TYPE_CHECKING:
@@ -168,7 +171,7 @@ def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -
     wrong = folder / "wrong-token"
     wrong.write_text("x" * 48, encoding="ascii")
     command = [f"--token-file={wrong}" if one.startswith("--token-file=") else one for one in command_of(rendering, services, folder)]
-    answer = run(command)
+    answer = run([*command, "--patience-s=0"])
     assert answer.returncode == 1
     assert answer.stderr.count("FAILED") == 5, "all but the refusal of who shows none"
     assert "x" * 48 not in answer.stderr
@@ -178,10 +181,50 @@ def test_a_service_that_lets_everybody_in_fails(cluster: tuple[Cluster, Renderin
     """/healthz stands for a service that asks for no token."""
     services, rendering, folder = cluster
     command = [one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none") for one in command_of(rendering, services, folder)]
-    answer = run(command)
+    answer = run([*command, "--patience-s=0"])
     assert answer.returncode == 1
     assert "/healthz: guarded: it answers 200 without a token, not 401" in answer.stderr
     assert "/v1/none: guarded: it answers" in answer.stderr
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Answers whoever shows a token."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if "Authorization" in self.headers else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("patience_s", [0, 20])
+def test_what_is_not_there_yet_is_waited_for(tmp_path: Path, patience_s: int) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 48, encoding="ascii")
+    with HTTPServer(("127.0.0.1", 0), Guarded, bind_and_activate=False) as server:
+        server.server_bind()  # and does not listen: connections are refused
+        command = [
+            sys.executable,
+            str(HELM_FOLDER / "lmcache/files/release_test.py"),
+            f"--token-file={token}",
+            f"--patience-s={patience_s}",
+        ]
+        command.append(f"--guarded-url=http://127.0.0.1:{server.server_address[1]}/v1/peers")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            if patience_s:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(3)
+                server.server_activate()
+                thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+                thread.start()
+            output, errors = process.communicate(timeout=TEST_TIMEOUT_S)
+            if patience_s:
+                server.shutdown()
+                thread.join()
+    assert process.returncode == (0 if patience_s else 1), errors
+    assert (output if patience_s else errors).startswith("ok " if patience_s else "FAILED")
 
 
 def test_without_tokens_it_asks_without(chart: Chart) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.helm.test_cases import CASES
 
+if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
 RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
@@ -18,28 +18,10 @@ SIDECAR_PATHS = ("/run/lmcache/arena", "/run/lmcache/socket")
 UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
-@pytest.fixture(
-    params=[
-        "default",
-        "minimal",
-        "external-redis",
-        "models",
-        "no-auth",
-        "existing-secrets",
-        "placement",
-        "tls",
-        "scaled",
-        "gitops",
-        "injected",
-        "keda",
-        "kind",
-        "monitored",
-    ]
-)
+@pytest.fixture(params=sorted(CASES))
 def rendering(chart: Chart, request: pytest.FixtureRequest) -> Rendering:
     """Each case of the matrix."""
-    file: Path = chart.path / "ci" / f"{request.param}-values.yaml"
-    return chart.render(None, *([file] if request.param != "default" else []))
+    return chart.render(None, CASES[request.param])
 
 
 @pytest.fixture

@@ -19,6 +19,9 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "an unknown component": ({"lookups.enabled": True}, "lookups"),
     "a wrong type": ({"lookup.replicaCount": "two"}, "replicaCount"),
     "an unknown name in a model": ({"models": [MODEL | {"gpus": 1}]}, "gpus"),
+    "a label that selectors go by": ({"commonLabels": {"app.kubernetes.io/name": "mine"}}, "app.kubernetes.io/name"),
+    "a pod's label that selectors go by": ({"storage.podLabels": {"app.kubernetes.io/component": "mine"}}, "app.kubernetes.io/component"),
+    "a label that is none": ({"commonLabels": {"team": "the best"}}, "commonLabels"),
     "a model without a name": ({"models": [{"model": "example/tiny"}]}, "name"),
     "a model's name that is no label": ({"models": [MODEL | {"name": "Tiny_1"}]}, "name"),
     "root": ({"security.runAsUser": 0}, "runAsUser"),
@@ -40,6 +43,7 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"broker.podDeletionCost.enabled": True, "broker.discovery.enabled": False},
         "needs broker.discovery",
     ),
+    "rights for every pod": ({"broker.serviceAccount.create": False}, "would be those of every pod without one"),
     "a disk tier larger than its volume": ({"storage.config.disk_gb": 51}, "must fit its volume"),
     "a token Secret without auth": ({"auth.enabled": False, "auth.existingSecret": "s"}, "enable auth"),
     "memory beside its size": ({"storage.resources.limits.memory": "1Gi"}, "follows from the size of the cache"),
@@ -56,6 +60,10 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"models": [MODEL | {"sidecar": {"resources": {"requests": {"cpu": ""}}}}]},
         "models (tiny): sidecar.resources requests no cpu",
     ),
+    "a CPU request of nothing": ({"broker.resources.requests.cpu": "0m"}, "broker.resources requests no cpu"),
+    "no CPU request of the test": ({"releaseTest.resources.requests": {"cpu": None}}, "releaseTest.resources requests no cpu"),
+    "an amount that is none": ({"broker.resources.limits.memory": "512MB"}, "memory"),
+    "an amount below nothing": ({"broker.resources.limits.cpu": -1}, "cpu"),
     "two models of one name": ({"models": [MODEL, MODEL]}, "two entries are named"),
     "one account created twice": (
         {"modelDefaults.serviceAccount.name": "gpu", "models": [MODEL, MODEL | {"name": "other"}]},
@@ -81,6 +89,14 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "LMCache clients without a policy": (COMPAT | {"networkPolicy.enabled": False}, "nothing else keeps strangers from that port"),
     "LMCache clients from nowhere": ({"storage.compat.enabled": True}, "name the pods that run LMCache"),
     "LMCache clients as our own tenant": (COMPAT | {"storage.compat.tenant": "default"}, "a tenant of their own"),
+    "keys of no bucket": ({"storage.s3.existingSecret": "s"}, "storage.s3.existingSecret is set, but storage.s3.bucket is empty"),
+    "ports of no bucket": ({"storage.s3.extraPorts": [80]}, "storage.s3.extraPorts is set, but storage.s3.bucket is empty"),
+    "an authority of a bucket without TLS": (
+        {"storage.s3": {"bucket": "kv", "endpointUrl": "http://s3", "existingCaSecret": "s"}},
+        "write https for http in it",
+    ),
+    "a prefix that is part of a name": ({"storage.s3": {"bucket": "kv", "prefix": "team"}}, "prefix"),
+    "credentials in a URL": ({"storage.s3": {"bucket": "kv", "endpointUrl": "https://key:secret@s3"}}, "endpointUrl"),
     "clients' certificates without TLS": ({"tls.mutual": True}, "tls.mutual is set, but"),
     "certificates without TLS": ({"tls.certManager.enabled": True}, "tls.certManager is enabled, but"),
     "two kinds of certificates": (
@@ -96,7 +112,10 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
 OF_ONE_SENTENCE = {
     "a lookup that is killed while it answers": "a storage that is killed while it drains",
     "a sidecar that is killed while it drains": "a storage that is killed while it drains",
+    "a CPU request of nothing": "no CPU request",
+    "no CPU request of the test": "no CPU request",
     "no CPU request of a model": "no CPU request",
+    "ports of no bucket": "keys of no bucket",
     "no CPU request of a sidecar": "no CPU request",
     "a sidecar's memory beside its size": "memory beside its size",
 }
@@ -109,10 +128,10 @@ def test_refused(chart: Chart, what: str) -> None:
 
 
 def test_every_contradiction_is_tested(chart: Chart) -> None:
-    """As many sentences are expected above as requirements.yaml and its parts can fail with."""
+    """As many sentences are expected above as requirements.yaml can fail with; test_names.py and test_upgrades.py have one each."""
     templates = [chart.path / "templates" / name for name in ("requirements.yaml", "_requirements.tpl")]
     told = {what for what, (_, sentence) in REFUSED.items() if " " in sentence and what not in OF_ONE_SENTENCE}
-    assert len(told) == sum(template.read_text(encoding="utf-8").count("{{- fail ") for template in templates)
+    assert len(told) + 2 == sum(template.read_text(encoding="utf-8").count("{{- fail ") for template in templates)
 
 
 def test_certificates_are_asked_for_of_what_is_installed_only(chart: Chart) -> None:

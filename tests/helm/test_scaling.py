@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
+import yaml
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -40,6 +42,13 @@ def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -
         assert given.get(SCALED[name], name)["spec"]["replicas"] == number
 
 
+def test_nothing_sets_replicas_unless_it_is_told(chart: Chart) -> None:
+    """The bundled Redis neither: who scales it to none and back, to see what happens, would own the field."""
+    workloads = chart.render({"models": [MODEL]}).workloads()
+    assert len(workloads) == 5
+    assert [one["metadata"]["name"] for one in workloads if "replicas" in one["spec"]] == []
+
+
 @pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
 def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
     rendering = chart.render({f"{name}.preStopSeconds": 7})
@@ -47,18 +56,24 @@ def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> 
     assert "lifecycle" not in container_of(chart.render({f"{name}.preStopSeconds": 0}), name)
 
 
-def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(rendering: Rendering) -> None:
+def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(rendering: Rendering, tmp_path: Path) -> None:
     """The hook of a native sidecar runs when the pod is to end, its SIGTERM comes when vLLM has ended."""
     command = container_of(rendering, "sidecar")["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[0] == "python"
-    script = command[2].replace("kill(1,", "kill(int(__import__('sys').argv[1]),")
-    target = subprocess.Popen(["sleep", "60"])
+    config = yaml.safe_load(rendering.get("ConfigMap", "vllm-tiny")["data"]["config.yaml"])
+    assert (command[0], command[-1]) == ("python", config["socket_path"])
+    assert any(command[-1].startswith(mount["mountPath"]) for mount in container_of(rendering, "sidecar")["volumeMounts"])
+    listens = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(flush=True); time.sleep(60)"
+    )
+    target = subprocess.Popen([sys.executable, "-c", listens, str(tmp_path / "s")], stdout=subprocess.PIPE)
     try:
-        subprocess.run([sys.executable, "-c", script, str(target.pid)], timeout=20, check=True)
+        assert target.stdout is not None
+        target.stdout.readline()
+        subprocess.run([sys.executable, *command[1:-1], str(tmp_path / "s")], timeout=20, check=True)
         assert target.wait(timeout=20) == -10, "SIGUSR1 is what the sidecar takes for it"
     finally:
         target.kill()
-        target.wait()
+        target.communicate()
 
 
 class FakeVllm(BaseHTTPRequestHandler):

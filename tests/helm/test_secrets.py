@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 BINARIES = Path(sys.executable).parent
 START_TIMEOUT_S = 20
+OWNER = {"meta.helm.sh/release-name": "cache", "meta.helm.sh/release-namespace": "inference"}
+"""Annotations of what Helm has installed."""
 
 
 def decoded(secret: Manifest) -> dict[str, str]:
@@ -88,13 +90,17 @@ def discovery() -> dict[str, Manifest]:
 
 
 class FakeCluster(BaseHTTPRequestHandler):
-    """As much of the Kubernetes API as Helm needs to look a Secret up."""
+    """As much of the Kubernetes API as Helm needs to look an object up.
 
-    secrets: ClassVar[dict[str, Manifest]] = {}
+    Attributes:
+        objects: By resource and name, as `secrets/some-name`.
+    """
+
+    objects: ClassVar[dict[str, Manifest]] = {}
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
-        answer = self.secrets.get(path.rpartition("/")[2]) if "/secrets/" in path else discovery().get(path)
+        answer = self.objects.get("/".join(path.split("/")[-2:])) if "/namespaces/" in path else discovery().get(path)
         missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
         body = json.dumps(answer or missing).encode()
         self.send_response(200 if answer else 404)
@@ -123,24 +129,28 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
     server.shutdown()
     thread.join()
     server.server_close()
-    FakeCluster.secrets.clear()
+    FakeCluster.objects.clear()
 
 
-def render_against(chart: Chart, kubeconfig: Path, helm: str) -> dict[str, Manifest]:
-    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server"]
+def run_against(chart: Chart, kubeconfig: Path, helm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Render the chart where `FakeCluster` can be asked."""
+    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server", *arguments]
     command.append("--disable-openapi-validation")  # which the stand-in does not serve
     home = kubeconfig.parent
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "KUBECONFIG": str(kubeconfig)}
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+def render_against(chart: Chart, kubeconfig: Path, helm: str) -> dict[str, Manifest]:
+    answer = run_against(chart, kubeconfig, helm)
     assert answer.returncode == 0, answer.stderr
     return {one["metadata"]["name"]: one for one in yaml.safe_load_all(answer.stdout) if one and one["kind"] == "Secret"}
 
 
 def install(secrets: dict[str, Manifest]) -> None:
     """Put Secrets into the cluster with the marks that Helm leaves on what it installs."""
-    owner = {"meta.helm.sh/release-name": "cache", "meta.helm.sh/release-namespace": "inference"}
     for name, secret in secrets.items():
-        FakeCluster.secrets[name] = secret | {"metadata": secret["metadata"] | {"annotations": owner}}
+        FakeCluster.objects[f"secrets/{name}"] = secret | {"metadata": secret["metadata"] | {"annotations": OWNER}}
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import jsonschema
 import pytest
 import yaml
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
+from pydantic import TypeAdapter
 
 from tests.helm.test_cases import CASES
 
@@ -131,6 +134,13 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
     assert (sidecar.eviction_policy, sidecar.memory_limits) == ("lru", TierLimits(60))
 
 
+@pytest.mark.parametrize("size_gi", [1, 2, 50, 1048576])
+def test_the_disk_tier_fits_the_smallest_volume_too(chart: Chart, tmp_path: Path, size_gi: int) -> None:
+    storage, _ = settings_of(chart.render({"storage.persistence.sizeGi": size_gi}), "storage", tmp_path)
+    disk_gb = storage.model_dump()["disk_gb"]
+    assert 0.85 * size_gi <= disk_gb <= 0.9 * size_gi
+
+
 def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path) -> None:
     values = {
         "lookup.config": {"workers": 3, "rate_limit_per_tenant": 500},
@@ -200,3 +210,22 @@ def test_every_option_in_values_is_one(chart: Chart) -> None:
     for service, (module, name) in MODELS.items():
         model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
         assert set(values[service]["config"]) <= set(model.model_fields), service
+
+
+@pytest.mark.parametrize("service", sorted(MODELS))
+def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: str) -> None:
+    """Numbers of all sizes: else pods would start again and again, where Helm could have said it."""
+    schema = json.loads((chart.path / "values.schema.json").read_text(encoding="utf-8"))
+    node = schema["properties"][service]
+    node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    module, name = MODELS[service]
+    fields = getattr(importlib.import_module(module), name).model_fields
+    tried = 0
+    for option, kind in node["properties"]["config"]["properties"].items():
+        validator = jsonschema.Draft7Validator(kind | {"definitions": schema["definitions"]})
+        adapter = TypeAdapter(Annotated[fields[option].annotation, fields[option]])
+        for number in (0, 0.5, *(base * 10**power for base in (1, 3) for power in range(13))):
+            if validator.is_valid(number):
+                adapter.validate_python(number)
+                tried += 1
+    assert tried > 20

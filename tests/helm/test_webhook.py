@@ -183,12 +183,26 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         for one in rendering.manifests
         if "helm.sh/hook" in one["metadata"].get("annotations", {}) and "webhook" in one["metadata"]["name"]
     ]
-    assert {one["kind"] for one in hooks} == {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Job"}
+    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy", "Job"}
+    assert {one["kind"] for one in hooks} == kinds
     for one in hooks:
         annotations = one["metadata"]["annotations"]
         assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(annotations["helm.sh/hook"].split(","))
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
         assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), "the account is there before the job"
+
+
+def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(rendering: Rendering, chart: Chart) -> None:
+    """It runs before the release's new policies are made, and the default one, which is there already, is about its pod too."""
+    [job] = rendering.of_kind("Job")
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    policy = rendering.get("NetworkPolicy", "webhook-cert-hook")
+    assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {"helm.sh/hook-weight": "-10"}
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], "the CronJob's pods have the same need"
+    assert {443, 6443} <= {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"] if "to" not in rule}
+    assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
 
 
 def test_names_fit_however_long_the_release_is_called(chart: Chart) -> None:
@@ -264,6 +278,28 @@ def test_injected_sidecars_encrypt_where_the_others_do(chart: Chart, mutual: boo
     assert settings.allow_plaintext is False
 
 
+def test_the_broker_follows_injected_pods_of_its_namespace(rendering: Rendering, tmp_path: Path) -> None:
+    service = rendering.get("Service", "sidecars")
+    for namespace, is_followed in (("inference", True), ("team-a-test", False)):
+        pod, settings, container = sidecar_of(rendering, tmp_path, namespace)
+        assert (service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()) == is_followed
+        assert settings.instance_id == ("p" if is_followed else f"{namespace}.p")
+        assert [one["port"] for one in service["spec"]["ports"]] == [
+            one["containerPort"] for one in container["ports"] if one["name"] == "lmcache-lm"
+        ]
+    broker = yaml.safe_load(rendering.get("ConfigMap", "broker")["data"]["config.yaml"])
+    assert (broker["kubernetes_service"], broker["discovery_tenant"]) == (
+        service["metadata"]["name"],
+        settings_of(rendering, tmp_path).tenants[0].name,
+    )
+
+
+def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Path) -> None:
+    pod, settings, _ = sidecar_of(chart.render(ON | {"broker.discovery.enabled": False}), tmp_path, "inference")
+    assert "lmcache.io/sidecars" not in pod["metadata"]["labels"]
+    assert settings.instance_id == "inference.p"
+
+
 def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path) -> None:
     _, settings, _ = sidecar_of(chart.render(ON | {"auth.enabled": False}), tmp_path, "inference")
     assert settings.service_token_file is None
@@ -292,6 +328,8 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
         ({"webhook.certificate.caBundle": "QQ=="}, "existingSecret is empty"),
         ({"webhook.certificate.existingSecret": "a", "webhook.certificate.certManager.enabled": True}, "are both set: choose one"),
         ({"webhook.certificate.renewDays": 90}, "renewDays is not below validDays"),
+        ({"webhook.preStopSeconds": 21}, "webhook.terminationGracePeriodSeconds is 30, but a pod may take 31 s"),
+        ({"webhook.resources.requests": {"cpu": None}}, "webhook.resources requests no cpu"),
         ({"webhook.tenants": [{"name": "a", "namespaces": ["b"]}]}, "credentials_secret is not set"),
         ({"webhook.tenants": [{"name": "a", "namespaces": ["B"]}]}, "webhook"),
         ({"webhook.sidecarTemplate.image": "x"}, "image"),

@@ -9,11 +9,9 @@ Not called test_…: the installations take about two minutes. `make docker-lint
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import os
-import shlex
 import shutil
 import stat
 import subprocess
@@ -21,25 +19,24 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import hcl2
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse
+from tests.fixtures.sealed import USER, can_seal, protect, sealed
+
 SERVICES = {"storage": "cache_storage", "lookup": "lookup", "broker": "p2p_broker", "sidecar": "sidecar", "webhook": "webhook"}
 IMAGES = [*SERVICES, "payload"]
-STEP_TIMEOUT_S = 300
+# The one image that is made by another's Dockerfile, with this argument.
+CODEC_IMAGE = "sidecar-codec"
+CODEC_ARGUMENTS = {"VARIANT": "-codec"}
 START_TIMEOUT_S = 60
-VENV = "/opt/lmcache"
-PAYLOAD = "/payload"
-USER = 10001
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
-# Services that encode and decode: the machine code for it is compiled when their image is built, and the compiler is large.
-WITH_CODECS = {"sidecar"}
+MAX_CODEC_IMAGE_MB = 475  # the compiler alone is 180
 # Settings with which a service starts in any folder, beside others.
 SMALL = {
     "storage": {"LM_PORT": "0", "MEMORY_GB": "0.0625", "DISK_PATH": "{folder}/disk", "DISK_GB": "0.0625"},
@@ -55,103 +52,6 @@ SMALL = {
 }
 
 
-@dataclass
-class Stage:
-    """One stage of a Dockerfile.
-
-    Attributes:
-        base: What its FROM names.
-        steps: Instruction and argument, in order.
-    """
-
-    base: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-    def all(self, instruction: str) -> list[str]:
-        """The arguments of every such instruction."""
-        return [argument for name, argument in self.steps if name == instruction]
-
-
-def parse(path: Path) -> list[Stage]:
-    stages: list[Stage] = []
-    text = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    for line in text.replace("\\\n", " ").splitlines():
-        instruction, _, argument = line.strip().partition(" ")
-        if instruction == "FROM":
-            stages.append(Stage(argument.split()[0]))
-        elif instruction:
-            stages[-1].steps.append((instruction, " ".join(argument.split())))
-    return stages
-
-
-def ignored(name: str) -> bool:
-    """Whether .dockerignore keeps a path of the repository out of the build: the last pattern that fits decides."""
-    out = False
-    for line in (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith(("#", "**/")):
-            pattern = line.removeprefix("!")
-            if pattern == "*" or name == pattern or name.startswith(f"{pattern}/"):
-                out = not line.startswith("!")
-    return out
-
-
-class Build:
-    """Runs the first stage of a Dockerfile below `root`, which stands for `/`."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.directory = root
-        tools = root / "usr/bin"
-        tools.mkdir(parents=True)
-        for name, arguments in (("python", ""), ("pip", "-m pip")):
-            script = tools / name
-            script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n', encoding="utf-8")
-            script.chmod(0o755)
-        self.env = {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(root), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-
-    def run(self, stage: Stage) -> None:
-        """Take every step of the stage."""
-        for instruction, argument in stage.steps:
-            if instruction == "WORKDIR":
-                self.directory = self.root / argument.lstrip("/")
-                self.directory.mkdir(parents=True)
-            elif instruction == "COPY":
-                *sources, target = argument.split()
-                for source in sources:
-                    self._copy(source, target, several=len(sources) > 1)
-            else:
-                assert instruction == "RUN", f"{instruction} is not known to this test"
-                self.shell(["/bin/sh", "-c", self._below_root(argument)])
-
-    def shell(self, command: list[str]) -> str:
-        """Run a command in the current folder, with nothing of this environment but PATH."""
-        answer = subprocess.run(
-            command, cwd=self.directory, env=self.env, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False
-        )
-        assert answer.returncode == 0, f"{command}:\n{answer.stdout}{answer.stderr}"
-        return answer.stdout
-
-    def _copy(self, source: str, target: str, *, several: bool) -> None:
-        assert not ignored(source), f".dockerignore keeps {source} out"
-        origin = REPOSITORY / source
-        place = self.root / target.lstrip("/") if target.startswith("/") else self.directory / target
-        if origin.is_dir():
-            shutil.copytree(origin, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            return
-        assert target.endswith("/") or not several
-        if target.endswith("/"):
-            place.mkdir(parents=True, exist_ok=True)
-            place = place / origin.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(origin, place)
-
-    def _below_root(self, command: str) -> str:
-        """The command with the absolute paths that the Dockerfiles use below our root, but where they are parts of longer ones."""
-        for path in (VENV, PAYLOAD):
-            command = command.replace(f" {path}", f" {self.root}{path}").replace(f'"{path}', f'"{self.root}{path}')
-        return command
-
-
 @pytest.fixture
 def house() -> Iterator[Path]:
     """A folder that the image's user may look into, unlike pytest's own."""
@@ -159,53 +59,6 @@ def house() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     shutil.rmtree(folder)
-
-
-@functools.cache
-def can_seal() -> bool:
-    """Whether this machine lets us make mounts and change users."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
-        return False
-    trial = ["unshare", "--mount", "--propagation", "private", "mount", "-o", "remount,bind,ro", "/"]
-    return subprocess.run(trial, capture_output=True, check=False).returncode == 0
-
-
-def sealed(command: list[str], root: Path, folder: Path) -> list[str]:
-    """The command as the image's user, who may write to `folder` and nowhere else.
-
-    Where mounts cannot be made, the command as it is: then it is this user who runs it, in a tree whose permissions let nobody write.
-    """
-    if not can_seal():
-        return command
-    os.chown(folder, USER, USER)
-    at, there = shlex.quote(str(root)), shlex.quote(str(folder))
-    steps = [
-        *uncovered(Path(sys.base_prefix), root / "base"),
-        f"mount --bind {at} {at}",
-        f"mount --bind {there} {there}",
-        f"mount -o remount,bind,ro {at}",
-        "mount -o remount,bind,ro /",
-        f"exec setpriv --reuid {USER} --regid {USER} --clear-groups --no-new-privs --bounding-set=-all {shlex.join(command)}",
-    ]
-    return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", " && ".join(steps)]
-
-
-def uncovered(prefix: Path, aside: Path) -> list[str]:
-    """Steps after which everybody may look into `prefix`: this machine's Python may lie in somebody's home, an image's does not."""
-    closed = [path for path in reversed(prefix.parents) if not path.stat().st_mode & stat.S_IXOTH]
-    if not closed:
-        return []
-    aside.mkdir(exist_ok=True)
-    here, there = shlex.quote(str(prefix)), shlex.quote(str(aside))
-    cover = f"mount -t tmpfs -o mode=755,size=1m none {shlex.quote(str(closed[0]))}"
-    return [f"mount --bind {here} {there}", cover, f"mkdir -p {here}", f"mount --move {there} {here}"]
-
-
-def protect(tree: Path) -> None:
-    """Let nobody write to the tree."""
-    for path in [tree, *tree.rglob("*")]:
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode & ~0o222)
 
 
 def megabytes(tree: Path) -> float:
@@ -217,14 +70,11 @@ def test_every_image_is_tested_and_baked() -> None:
     assert names == set(IMAGES)
     bake = hcl2.loads((REPOSITORY / "docker-bake.hcl").read_text(encoding="utf-8"))
     variables = {name.strip('"'): body["default"] for block in bake["variable"] for name, body in block.items()}
-    assert {image.strip('"') for image in variables["IMAGES"]} == set(IMAGES)
+    assert {image.strip('"') for image in variables["IMAGES"]} == {*IMAGES, CODEC_IMAGE}
     targets = {name.strip('"'): body for block in bake["target"] for name, body in block.items()}
-    assert targets["image"]["dockerfile"] == '"docker/${image}.Dockerfile"'
+    assert targets["image"]["dockerfile"] == '"docker/${trimsuffix(image, "-codec")}.Dockerfile"'
+    assert targets["image"]["args"] == {"VARIANT": '${image == "sidecar-codec" ? "-codec" : null}'}
     assert targets["contents"]["attest"] == ['"type=sbom"']
-    version = next(
-        line for line in (REPOSITORY / "helm/lmcache/Chart.yaml").read_text(encoding="utf-8").splitlines() if "appVersion" in line
-    )
-    assert variables["TAG"].strip('"') == version.split(":")[1].strip().strip('"'), "the chart asks for the tag that is baked"
 
 
 @pytest.mark.parametrize("image", sorted(IMAGES))
@@ -239,14 +89,48 @@ def test_the_image_is_lean_and_unprivileged(image: str) -> None:
     assert final.all("COPY") == [f"--from=build {tree} {tree}"]
     assert not {"RUN", "ADD", "HEALTHCHECK", "CMD", "SHELL"} & {instruction for instruction, _ in final.steps}
     assert "PYTHONDONTWRITEBYTECODE=1" in " ".join(final.all("ENV"))
-    [title] = [argument for argument in final.all("LABEL") if f'image.title="lmcache-{image}"' in argument]
+    name = "sidecar$VARIANT" if image == "sidecar" else image
+    [title] = [argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument]
     assert title.count("org.opencontainers.image.") == 4
 
 
+TRY_TO_WRITE = """
+import os, pathlib, sys
+for place in map(pathlib.Path, sys.argv[1:]):
+    try:
+        (place / "written").write_text("by the entry point")
+    except OSError:
+        continue
+    print(place)
+print(os.getuid(), os.getgid(), os.getgroups())
+"""
+
+
+def test_what_an_entry_point_writes_is_noticed(house: Path) -> None:
+    """Else an image that writes to its root file system would pass here."""
+    tree, folder = house / VENV.lstrip("/"), house / "writable"
+    tree.mkdir(parents=True)
+    folder.mkdir()
+    protect(tree)
+    places = [str(place) for place in (tree, house, folder, Path(tempfile.gettempdir()), "/var/tmp", "/dev/shm", Path.cwd())]
+    line = sealed([sys.executable, "-I", "-c", TRY_TO_WRITE, *places], house, folder)
+    answer = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    *written, identity = answer.stdout.splitlines()
+    for place in written:
+        Path(place, "written").unlink()
+    assert str(folder) in written
+    if can_seal():
+        assert (written, identity) == ([str(folder)], f"{USER} {USER} []")
+    else:
+        assert os.geteuid() == 0 or str(tree) not in written
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("service", sorted(SERVICES))
-def test_the_image_installs_and_starts(service: str, house: Path) -> None:
-    build = Build(house)
+@pytest.mark.parametrize("image", sorted([*SERVICES, CODEC_IMAGE]))
+def test_the_image_installs_and_starts(image: str, house: Path) -> None:
+    has_codecs = image == CODEC_IMAGE
+    service = image.removesuffix("-codec")
+    build = Build(house, CODEC_ARGUMENTS if has_codecs else None)
     stage = parse(REPOSITORY / "docker" / f"{service}.Dockerfile")[0]
     assert f"./services/{SERVICES[service]}" in stage.all("RUN")[-1]
     build.run(stage)
@@ -258,15 +142,19 @@ def test_the_image_installs_and_starts(service: str, house: Path) -> None:
     names = {one.name.lower().replace("_", "-") for one in importlib.metadata.distributions(path=[str(packages)])}
     assert {"lmcache-core", "lmcache-servicekit", f"lmcache-{service}"} <= names
     assert not {"torch", "triton", "transformers", "pytest", "pip"} & names
+    assert {"numba", "numpy"} & names == ({"numba", "numpy"} if has_codecs else set())
     build.shell([sys.executable, "-m", "pip", "--python", str(binaries / "python"), "check"])
-    assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == (service in WITH_CODECS), "machine code of the codecs"
+    assert bool(list((packages / "lmcache_core").rglob("*.nbi"))) == has_codecs, "machine code of the codecs"
+    assert (packages / "lmcache_core/serde/entropy/__pycache__/lmcache-processor").exists() == has_codecs, "for nodes of other kinds too"
     size = BASE_MB + megabytes(tree)
-    print(f"lmcache-{service}: about {size:.0f} MB, of which {BASE_MB} are the base")
-    assert service in WITH_CODECS or size < MAX_IMAGE_MB
+    print(f"lmcache-{image}: about {size:.0f} MB, of which {BASE_MB} are the base")
+    assert size < (MAX_CODEC_IMAGE_MB if has_codecs else MAX_IMAGE_MB)
     protect(tree)
     if service == "webhook":
         make_certificate(binaries / "lmcache-webhook", house)
-    serve(binaries / f"lmcache-{service}", service, house)
+    if service == "sidecar" and not has_codecs:
+        ask_for_codecs(binaries / "lmcache-sidecar", house)
+    serve(binaries / f"lmcache-{service}", service, house, {"PEER_SERDE": "lossless"} if has_codecs else {})
 
 
 @pytest.mark.timeout(600)
@@ -314,20 +202,37 @@ def make_certificate(command: Path, root: Path) -> None:
     assert answer.returncode == 1
 
 
+def ask_for_codecs(command: Path, root: Path) -> None:
+    """A sidecar without codecs that is to encode ends at once, with a sentence that names the image to take."""
+    folder = root / "asked"
+    folder.mkdir()
+    env = settings_of("sidecar", folder, {"PEER_SERDE": "lossless"})
+    line = sealed([str(command)], root, folder)
+    answer = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    assert answer.returncode == 2, answer.stderr
+    assert "serde 'lossless'" in answer.stderr
+    assert "run the image lmcache-sidecar-codec" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def settings_of(service: str, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment that a service starts with."""
+    settings = {"PORT": "0", **SMALL.get(service, {}), **more}
+    env = {f"LMCACHE_{service.upper()}_{name}": value.format(folder=folder) for name, value in settings.items()}
+    return env | {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables_of(service)}
+
+
 def variables_of(image: str) -> dict[str, str]:
     """What the image sets, but PATH."""
     words = " ".join(parse(REPOSITORY / "docker" / f"{image}.Dockerfile")[-1].all("ENV")).split()
     return {name: value for name, _, value in (word.partition("=") for word in words) if name != "PATH"}
 
 
-def serve(command: Path, service: str, root: Path) -> None:
+def serve(command: Path, service: str, root: Path, more: Mapping[str, str]) -> None:
     """Run the service until it answers, then stop it as Kubernetes does."""
     folder = root / "writable"
     folder.mkdir()
-    prefix = f"LMCACHE_{service.upper()}_"
-    env = {f"{prefix}PORT": "0", **{f"{prefix}{name}": value for name, value in SMALL.get(service, {}).items()}}
-    env = {name: value.format(folder=folder) for name, value in env.items()}
-    env |= {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables_of(service)}
+    env = settings_of(service, folder, more)
     ports = folder / "ports.json"
     log = root / "log"
     with log.open("wb") as output:

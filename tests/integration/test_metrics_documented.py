@@ -10,6 +10,9 @@ import pytest
 from lmcache_core.telemetry import LABEL_PROFILE, MeasuredError
 from lmcache_servicekit.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector
 from lmcache_sidecar.metrics import DESCRIBED as OF_SIDECAR
+from lmcache_storage.compat.dialect import Command
+from lmcache_storage.compat.refusals import CloseReason
+from lmcache_storage.metrics import COMPAT_CLOSED_TOTAL, COMPAT_REQUESTS_TOTAL
 from lmcache_storage.metrics import DESCRIBED as OF_STORAGE
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -65,8 +68,8 @@ def test_what_a_service_shows_is_what_is_documented(
 def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[str, str]) -> None:
     for section, described in (("sidecar", OF_SIDECAR), ("cache_storage", OF_STORAGE)):
         rows = documented(sections[section])
-        for name, (_, label) in described.items():
-            assert rows[name].labels == (frozenset({label}) if label else frozenset()), name
+        for name, one in described.items():
+            assert rows[name].labels == (frozenset({one.label}) if one.label else frozenset()), name
     registry = CollectorRegistry()
     registry.register(TierCollector(lambda: {"LocalDiskBackend": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}}))
     error = MeasuredError(0.1, 0.1)
@@ -74,6 +77,14 @@ def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[st
     rows = documented(sections["sidecar"]) | documented(sections["sidecar and cache_storage"])
     for name, metric in exposed(generate_latest(registry).decode()).items():
         assert metric.labels is None or metric == rows[name], name
+
+
+def test_all_values_of_a_label_are_known_but_for_what_is_configured() -> None:
+    for described in (OF_SIDECAR, OF_STORAGE):
+        for name, one in described.items():
+            assert bool(one.values) == (one.label in ("reason", "outcome", "command")), name
+    assert OF_STORAGE[COMPAT_CLOSED_TOTAL].values == tuple(CloseReason)
+    assert OF_STORAGE[COMPAT_REQUESTS_TOTAL].values == tuple(command.name.lower() for command in Command)
 
 
 def test_the_events_of_tiers_are_documented(sections: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE
 PATIENCE_S = 15.0
+IN_STORAGE = {"tier Hot get", "tier LocalDiskBackend get"}
 PATIENT = {"tier_timeout_s": 10.0, "prefill_tokens_per_s": 0.001}
 
 
@@ -60,6 +61,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for name in ("a", "b"):
             arena = {"arena_gb": "0.01", "arena_path": str(directory / f"arena-{name}"), "socket_path": str(directory / f"{name}.sock")}
             start(name, "lmcache_sidecar", lm_port="0", **others, **arena)
+        storage = start("storage", "lmcache_storage", lm_port="0", memory_gb="0.03", disk_path=str(directory / "stored"), disk_gb="0.03")
+        arena = {"arena_gb": "0.01", "arena_path": str(directory / "arena-c"), "socket_path": str(directory / "c.sock")}
+        below = {"disk_path": str(directory / "disk-c"), "disk_gb": "0.03", "remote_url": f"lm://127.0.0.1:{storage.ports['lm_port']}"}
+        start("c", "lmcache_sidecar", lm_port="0", **arena, **below)
         yield Site(services, collecting, directory)
 
 
@@ -82,7 +87,8 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
 
     spans = site.collector.until(lambda all_of_them: any(span.name == "lm GET" for span in all_of_them) and has_root(all_of_them))
     pulled = next(span for span in spans if span.name == "lm GET")
-    wanted = {"engine get", "sidecar Pin", "POST /v1/lookup", "POST /v1/transfers", "lm GET"}
+    tiers = {"tier Hot get", "tier P2PBackend get"}
+    wanted = {"engine get", "sidecar Pin", "POST /v1/lookup", "POST /v1/transfers", "lm GET", *tiers}
     trace = site.collector.until(lambda all_of_them: wanted <= {span.name for span in of_trace(all_of_them, pulled.trace)})
     trace = of_trace(trace, pulled.trace)
     root = the_only(trace, "engine get", "lmcache-engine")
@@ -90,13 +96,114 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
     asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
     assert (asked.parent, asked.instance) == (root.span, "b")
     lookup, transfer = the_only(trace, "POST /v1/lookup", "lmcache-lookup"), the_only(trace, "POST /v1/transfers", "lmcache-broker")
-    assert {lookup.parent, transfer.parent, pulled.parent} == {asked.span}
+    (peers,) = [span for span in trace if span.name == "tier P2PBackend get"]
+    assert peers.parent == asked.span
+    assert {lookup.parent, transfer.parent, pulled.parent} == {peers.span}
     assert (pulled.service, pulled.instance) == ("lmcache-sidecar", "a")
+    hot = {(span.instance, span.parent) for span in trace if span.name == "tier Hot get"}
+    assert {("b", asked.span), ("a", pulled.span)} <= hot
 
-    (request_id,) = {
-        line["request_id"] for line in site.lines("broker") if line["message"].startswith("POST /v1/transfers is answered 200")
+    request_id = the_id_of(site, "broker", "POST /v1/transfers is answered 200")
+    for service in ("lookup", "a", "b"):
+        assert request_id in ids_at(site, service), f"{service} does not tell for whom it worked"
+
+
+def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
+    """Out of shared memory, from the sidecar's disk, and from the storage's disk behind its memory."""
+    tokens, kv = tokens_of(NUM_TOKENS, seed=7), random_kv(NUM_TOKENS)
+    traced = {**PATIENT, "otlp_endpoint": site.collector.url, "trace_sample_ratio": 1.0}
+    with engine_at(site.socket("c")) as engine:
+        engine.store(tokens, kvcaches=kv)
+    ways = {
+        "tier Hot get": [],
+        "tier LocalDiskBackend get": [("c", {"tiers": ["Hot"]})],
+        "tier RemoteBackend get": [("c", {"tiers": ["Hot", "LocalDiskBackend"]}), ("storage", {"num_bytes": 1 << 30})],
     }
-    assert any(line.get("request_id") == request_id for line in site.lines("lookup"))
+    with engine_at(site.socket("c"), **traced) as engine:
+        for tier, empties in ways.items():
+            for service, body in empties:
+                empty(site, service, body)
+            loaded = empty_kv(NUM_TOKENS)
+            assert engine.retrieve(tokens, kvcaches=loaded).all()
+            assert_equal_prefix(loaded, kv, NUM_TOKENS)
+            trace = the_trace_of(site, (tier, "c"), ("sidecar Pin", "c"))
+            asked = the_only(trace, "sidecar Pin", "lmcache-sidecar")
+            assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {asked.span}
+    timed = {line.split("}")[0] for line in metrics_of(site.services["c"].url) if line.startswith("lmcache_tier_seconds_total{")}
+    wanted = {f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"' for tier in ("LocalDiskBackend", "RemoteBackend")}
+    assert wanted <= timed, "dashboards show how long the sidecar's tiers take"
+    trace = the_trace_of(site, ("tier RemoteBackend get", "c"), *((name, "storage") for name in ("lm GET", *IN_STORAGE)))
+    served = the_only(trace, "lm GET", "lmcache-storage")
+    (remote,) = [span for span in trace if span.name == "tier RemoteBackend get"]
+    assert served.parent == remote.span
+    assert {span.name for span in trace if span.parent == served.span} >= IN_STORAGE
+    assert the_id_of(site, "storage", "lm GET is answered") in ids_at(site, "c")
+
+
+def empty(site: Site, service: str, body: dict[str, object]) -> None:
+    """Give up what is in the named tiers of the sidecar, or in the memory of the storage, once what is behind them has it."""
+    url = site.services[service].url
+    deadline = time.monotonic() + PATIENCE_S
+    while "} 0.0" not in next(line for line in metrics_of(url) if line.startswith("lmcache_tier_pending_bytes{")):
+        assert time.monotonic() < deadline, "writes to slower tiers do not end"
+        time.sleep(0.05)
+    path = "/v1/admin/evict" if service == "storage" else "/v1/clear"
+    httpx.post(f"{url}{path}", json=body, trust_env=False).raise_for_status()
+
+
+def metrics_of(url: str) -> list[str]:
+    return httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+
+
+def the_trace_of(site: Site, *parts: tuple[str, str]) -> list[Seen]:
+    """The newest retrieve that has these parts, each a span's name and where it was made, when its root has come too."""
+
+    def found(spans: list[Seen]) -> list[Seen]:
+        traces = [of_trace(spans, span.trace) for span in spans if span.name == "engine get"]
+        return next((trace for trace in reversed(traces) if set(parts) <= {(span.name, span.instance) for span in trace}), [])
+
+    return found(site.collector.until(lambda spans: bool(found(spans))))
+
+
+def the_id_of(site: Site, service: str, message: str) -> str:
+    (request_id,) = {line["request_id"] for line in site.lines(service) if line.get("message", "").startswith(message)}
+    return request_id
+
+
+def ids_at(site: Site, service: str) -> set[str]:
+    return {line["request_id"] for line in site.lines(service) if "request_id" in line}
+
+
+def test_what_engines_ask_without_traces_has_an_id_in_all_services(site: Site) -> None:
+    before = ids_at(site, "lookup")
+    with engine_at(site.socket("b"), **PATIENT) as engine:
+        assert not engine.retrieve(tokens_of(NUM_TOKENS, seed=99), kvcaches=empty_kv(NUM_TOKENS)).any()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (ids_at(site, "lookup") - before) & ids_at(site, "b"):
+        assert time.monotonic() < deadline, "the lookup's lines do not name the sidecar's request"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("service", ["lookup", "broker", "storage", "a"])
+def test_how_much_is_logged_changes_while_a_service_runs(site: Site, service: str) -> None:
+    with httpx.Client(base_url=site.services[service].url, trust_env=False) as client:
+        for level, request_id in (("error", f"quiet-{service}"), ("debug", f"loud-{service}")):
+            assert client.put("/v1/log-level", json={"level": level}).json()["level"] == level
+            client.get("/v1/log-level", headers={"x-request-id": request_id})
+    assert f"loud-{service}" in ids_at(site, service)
+    assert f"quiet-{service}" not in ids_at(site, service)
+
+
+def test_logs_say_nothing_of_what_is_cached(site: Site) -> None:
+    """At level debug: no token ids, no keys, no KV, no bodies."""
+    tokens = tokens_of(NUM_TOKENS, seed=7)
+    said = "".join(service.output for service in site.services.values())
+    assert "POST /v1/lookup is answered 200" in said
+    assert ", ".join(str(token) for token in tokens[:3].tolist()) not in said
+    with engine_at(site.socket("c")) as engine:
+        for _, _, key in engine._token_database.process_tokens(tokens):
+            assert key.chunk_hash not in said
+            assert key.chunk_id().hex() not in said
 
 
 def has_root(spans: list[Seen]) -> bool:

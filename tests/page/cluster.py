@@ -27,7 +27,9 @@ class Cluster:
     """Lookup, broker, storage and three sidecars in two zones, whose engines have stored, loaded and missed."""
 
     def __init__(self, processes: Processes, directory: Path) -> None:
-        self.house = Neighbourhood(processes, directory, default_lease_ttl_ms=900, history_interval_s=1, hot_chunk_pulls=1000)
+        self.house = Neighbourhood(
+            processes, directory, instance_id="lmcache-broker-0", default_lease_ttl_ms=900, history_interval_s=1, hot_chunk_pulls=1000
+        )
         neighbours = {"lookup_url": self.house.lookup_url, "broker_url": self.house.broker_url}
         settings = {"port": 0, "lm_port": 0, "memory_gb": 0.02, "instance_id": "storage-0", "zone": "zone-b", "node": "node-3"}
         processes.start_service("storage-0", "lmcache_storage", settings | neighbours)
@@ -40,8 +42,9 @@ class Cluster:
         return self.house.broker_url
 
     def work(self, seed: int) -> None:
-        """The first stores a prompt, which all others load from peers and then from their own memory; nobody has another one."""
-        first, *others = self.sidecars
+        """One of the first two stores a prompt, which all others load from peers and then from their own memory; nobody has another one."""
+        first = self.sidecars[seed % 2]
+        others = [sidecar for sidecar in self.sidecars if sidecar is not first]
         tokens = tokens_of(NUM_TOKENS, seed)
         with engine_at(first.socket) as engine:
             engine.store(tokens, kvcaches=random_kv(NUM_TOKENS, seed))
@@ -73,15 +76,20 @@ class Cluster:
         return counted
 
     def beat(self, name: str, figures: Mapping[str, Any], **more: Any) -> None:
-        """A peer that this test plays itself."""
-        body = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433", "ttl_ms": 900, "figures": figures} | more
-        request = urllib.request.Request(f"{self.url}/v1/peers/{name}", json.dumps(body).encode(), method="PUT")
-        request.add_header("content-type", "application/json")
-        with urllib.request.urlopen(request, timeout=5) as response:
-            assert response.status == 200
+        """A peer that this test plays itself, for less than a second."""
+        beat(self.url, name, figures, ttl_ms=900, **more)
 
     def sidecar(self, name: str) -> Sidecar:
         return next(sidecar for sidecar in self.sidecars if name in sidecar.socket.name)
+
+
+def beat(url: str, name: str, figures: Mapping[str, Any] | None, **more: Any) -> None:
+    """Play a peer: one heartbeat of it."""
+    body = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433", "ttl_ms": 60_000, "figures": figures} | more
+    request = urllib.request.Request(f"{url}/v1/peers/{name}", json.dumps(body).encode(), method="PUT")
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request, timeout=5) as response:
+        assert response.status == 200
 
 
 class Page:
@@ -117,6 +125,15 @@ class Page:
         self.chrome.refresh()
         self.shown()
 
+    def next_turn(self) -> None:
+        """Have the page ask now, as it does when its tab is seen again, and wait until it has drawn the answer."""
+        turn = self.run("return document.body.dataset.turn")
+        self.poke()
+        eventually(lambda: self.run("return document.body.dataset.turn") != turn)
+
+    def poke(self) -> None:
+        self.run("document.dispatchEvent(new Event('visibilitychange'))")
+
     def shown(self) -> None:
         deadline = time.monotonic() + 15
         while not self.run("return !document.getElementById('overview').hidden && document.body.dataset.turn !== undefined"):
@@ -128,6 +145,8 @@ class Page:
         return [entry["message"] for entry in self.chrome.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def resize(self, width: int, height: int) -> None:
+        """No scrollbars: they would take room of a phone's width, and show in pictures."""
+        self.chrome.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 

@@ -34,7 +34,8 @@ def test_totals(page: Page, cluster: Cluster) -> None:
     assert int(totals["missed"]) == sums["missed_chunks_total"] > 0
     assert int(totals["stored-bytes"]) == sums["stored_bytes_total"] > 0
     assert float(totals["hit-ratio"]) == sums["loaded_chunks_total"] / (sums["loaded_chunks_total"] + sums["missed_chunks_total"])
-    assert {reason: int(count) for reason, count in page.rows("#misses").items()} == dict(counted["missed_chunks_total"])
+    missed = {reason: count for reason, count in counted["missed_chunks_total"].items() if count}
+    assert {reason: int(count) for reason, count in page.rows("#misses").items()} == missed
 
 
 def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
@@ -45,6 +46,11 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
     assert len(links) == len(cluster.overview()["links"]) >= 2
     assert all(" pulled " in link and " from " in link for link in links)
     assert sum(link["num_bytes"] for link in cluster.overview()["links"]) == pulled > 0
+    told = cluster.overview()["links"]
+    by_name = page.run("return [...document.querySelectorAll('#topology [data-row]')].map((row) => row.dataset.row)")
+    assert by_name == [f"{link['requester']} {link['server']}" for link in told]
+    zones = page.run("return [...document.querySelectorAll('#topology text.tick')].map((text) => text.textContent)")
+    assert zones == ["zone-a", "zone-b"]
     for sidecar in cluster.sidecars:
         status = sidecar.get("/v1/status")
         used = sidecar.get("/v1/tiers")["tiers"]["Hot"]["used_bytes"]
@@ -91,22 +97,11 @@ def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
     page.fresh()
     assert any(HOSTILE.replace("_", " ") in text for text in page.texts("#misses th"))
     assert any(HOSTILE in text for text in page.texts("#peers td"))
-    assert page.run("return document.querySelectorAll('img, #overview script').length") == 0
+    assert any(HOSTILE in text for text in page.texts("#topology td"))
+    assert page.run("return document.querySelectorAll('#overview img, #overview script').length") == 0
     assert page.chrome.title == "LMCache"
     assert page.complaints() == []
     eventually(lambda: "stranger" not in {peer["id"] for peer in cluster.overview()["peers"]})
-
-
-def test_a_broker_that_goes_away_is_told_and_what_was_shown_stays(page: Page) -> None:
-    page.chrome.execute_cdp_cmd("Network.enable", {})
-    conditions = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    page.chrome.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
-    try:
-        eventually(lambda: "cannot be reached" in page.texts("#state")[0], 15)
-        assert int(page.values("[data-total]", "total")["peers"]) == 4
-    finally:
-        page.chrome.execute_cdp_cmd("Network.emulateNetworkConditions", conditions | {"offline": False})
-    eventually(lambda: page.texts("#state")[0].startswith("As of"), 15)
 
 
 def test_a_drain_is_followed(page: Page, cluster: Cluster) -> None:

@@ -39,10 +39,7 @@ Takes: as selectorLabels; values (podLabels, podAnnotations); config (optional),
 labels:
   {{- include "lmcache-common.selectorLabels" . | nindent 2 }}
   app.kubernetes.io/part-of: lmcache
-  {{- with .root.Values.commonLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- with .values.podLabels }}
+  {{- with merge (dict) (default dict .values.podLabels) .root.Values.commonLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- if or .config .values.podAnnotations }}

@@ -1,5 +1,6 @@
 {{/*
-The release's base name: at most 36 characters, so that "<name>-storage-headless" and "<name>-vllm-<model>" stay valid names.
+The release's base name: at most 36 characters, so that "<name>-storage-headless" and "<name>-vllm-<model>" stay valid names. A longer
+one ends with a digest of it, so that two that begin alike stay two.
 Takes: root.
 */}}
 {{- define "lmcache-common.fullname" -}}
@@ -9,7 +10,10 @@ Takes: root.
 {{- if not $name -}}
 {{- $name = ternary $root.Release.Name (printf "%s-%s" $root.Release.Name $chart) (contains $chart $root.Release.Name) -}}
 {{- end -}}
-{{- $name | trunc 36 | trimSuffix "-" -}}
+{{- if gt (len $name) 36 -}}
+{{- $name = printf "%s-%s" (trunc 27 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
 {{- end -}}
 
 {{/* The name of a component's objects. Takes: root, component. */}}

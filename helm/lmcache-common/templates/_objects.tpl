@@ -66,11 +66,23 @@ spec:
 
 {{/* Name resolution. Any destination: DNS may be a node-local address that no selector matches. Takes: root. */}}
 {{- define "lmcache-common.dnsEgress" -}}
+{{- include "lmcache-common.anywhere" (dict "ports" .root.Values.networkPolicy.dnsPorts "protocols" (list "UDP" "TCP")) -}}
+{{- end -}}
+
+{{/*
+A rule that lets pods out to some ports, wherever that is; no rule where there are no ports, since one without ports is one about all of them.
+Takes: ports; protocols (optional: TCP).
+*/}}
+{{- define "lmcache-common.anywhere" -}}
+{{- $protocols := default (list "TCP") .protocols -}}
+{{- with .ports -}}
 - ports:
-    {{- range .root.Values.networkPolicy.dnsPorts }}
-    - {port: {{ . }}, protocol: UDP}
-    - {port: {{ . }}, protocol: TCP}
+    {{- range $port := . }}
+    {{- range $protocols }}
+    - {port: {{ int $port }}, protocol: {{ . }}}
     {{- end }}
+    {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/*

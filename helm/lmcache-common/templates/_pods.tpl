@@ -12,6 +12,9 @@ Takes: root, image (registry, repository, tag, digest); own (optional): true for
 {{- $tag = default (default .root.Chart.AppVersion $shared.tag) $tag -}}
 {{- end -}}
 {{- $name := .image.repository -}}
+{{- if not (or $tag .image.digest) -}}
+{{- fail (printf "the image %s has neither a tag nor a digest: give it one of them." $name) -}}
+{{- end -}}
 {{- if $registry -}}
 {{- $name = printf "%s/%s" (trimSuffix "/" $registry) $name -}}
 {{- end -}}
@@ -144,6 +147,24 @@ lifecycle:
 {{- if not (kindIs "invalid" .) -}}
 replicas: {{ int . }}
 {{- end -}}
+{{- end -}}
+
+{{/*
+The variables of a container: its own, and further ones, which win. A name that appears twice is what Helm 4, which applies on the server,
+is refused for. Takes: own (YAML text of a list), extra (a list).
+*/}}
+{{- define "lmcache-common.env" -}}
+{{- $names := list -}}
+{{- range .extra -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- $all := list -}}
+{{- range fromYamlArray .own -}}
+{{- if not (has .name $names) -}}
+{{- $all = append $all . -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (concat $all (default list .extra)) -}}
 {{- end -}}
 
 {{/* Where the pod's own name and address come from. */}}

@@ -1,6 +1,7 @@
 """What `helm test` runs: stores, fetches and removes a chunk through REST and lm://, and tries every service without a token.
 
-It uses what the storage's image has. Ends with 1, and a line for each thing that is not as it should be.
+It uses what the storage's image has. Just after an installation services may not be ready, and policies that were made for this pod not
+in force: what fails is tried again for a while. Ends with 1, and a line for each thing that is not as it should be.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import os
 import secrets
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +30,7 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 
 CHUNK_BYTES = 256 << 10
 CALL_TIMEOUT_S = 10.0
+PAUSE_S = 1.0
 NAME = "helm-test"
 
 
@@ -36,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--storage-url", action="append", default=[], help="of REST and of lm://")
     parser.add_argument("--guarded-url", action="append", default=[], help="a URL that is answered to those with a token alone")
     parser.add_argument("--token-file", type=Path, help="left out where no tokens are asked for")
+    parser.add_argument("--patience-s", type=float, default=30.0, help="how long what fails is tried again, from the start on, in seconds")
     parser.add_argument("--tls-ca-file", type=Path)
     parser.add_argument("--tls-cert-file", type=Path)
     parser.add_argument("--tls-key-file", type=Path)
@@ -109,22 +114,33 @@ async def check_all(arguments: argparse.Namespace) -> int:
     tls = ClientTls(client_context(files), arguments.tls_peer_name)
     checks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
     for url in arguments.storage_url:
-        checks.append((f"{url}: store, fetch, remove", lambda url=url: check_storage(url, token, tls)))
+        checks.append((f"{url}: store, fetch, remove", partial(check_storage, url, token, tls)))
         if token is not None and url.startswith("lm"):
-            checks.append((f"{url}: refuse who shows no token", lambda url=url: check_refusal(url, tls)))
-    checks += [
-        (f"{url}: {'open' if token is None else 'guarded'}", lambda url=url: check_guard(url, token, tls)) for url in arguments.guarded_url
-    ]
+            checks.append((f"{url}: refuse who shows no token", partial(check_refusal, url, tls)))
+    checks += [(f"{url}: {'open' if token is None else 'guarded'}", partial(check_guard, url, token, tls)) for url in arguments.guarded_url]
+    deadline = time.monotonic() + arguments.patience_s
     num_failed = 0
     for name, check in checks:
+        failure = await attempt(check, deadline)
+        if failure is None:
+            print(f"ok     {name}")
+        else:
+            num_failed += 1
+            print(f"FAILED {name}: {failure}", file=sys.stderr)
+    return num_failed
+
+
+async def attempt(check: Callable[[], Awaitable[None]], deadline: float) -> Exception | None:
+    """What is wrong, if it still is at the deadline (of the monotonic clock)."""
+    while True:
         try:
             await check()
         except (LMCacheError, OSError, TimeoutError) as exc:
-            num_failed += 1
-            print(f"FAILED {name}: {exc}", file=sys.stderr)
+            if time.monotonic() + PAUSE_S > deadline:
+                return exc
+            await asyncio.sleep(PAUSE_S)
         else:
-            print(f"ok     {name}")
-    return num_failed
+            return None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ lm_port: {{ $ports.storageLm }}
 {{- include "lmcache.peerSettings" . }}
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache.storageDiskGb" . }}
+{{- include "lmcache.s3Settings" . }}
 {{ include "lmcache.setOptions" (omit $values.config "disk_gb") }}
 {{- end -}}
 
@@ -23,7 +24,7 @@ disk_gb: {{ include "lmcache.storageDiskGb" . }}
 {{- define "lmcache.storageDiskGb" -}}
 {{- $values := .root.Values.storage -}}
 {{- if kindIs "invalid" $values.config.disk_gb -}}
-{{- mulf 0.9 $values.persistence.sizeGi | floor -}}
+{{- divf (mulf 9 $values.persistence.sizeGi | floor) 10 -}}
 {{- else -}}
 {{- $values.config.disk_gb -}}
 {{- end -}}

@@ -1,6 +1,7 @@
 {{/*
 The Deployment of a service without state: one container that serves REST.
-Takes: root, component, values, config (its settings file), auth and keys (as lmcache.secretVolumes); asksRedis, asksCluster (optional).
+Takes: root, component, values, config (by a change of which its pods start again), auth and keys (as lmcache.secretVolumes); asksRedis,
+asksCluster (optional).
 */}}
 {{- define "lmcache.deployment" -}}
 apiVersion: apps/v1
@@ -47,15 +48,7 @@ spec:
     {{- . | trim | nindent 4 }}
     {{- end }}
   env:
-    {{- include "lmcache-common.podEnv" . | nindent 4 }}
-    - name: LMCACHE_{{ upper .component }}_INSTANCE_ID
-      value: $(POD_NAME)
-    {{- if .asksRedis }}
-    {{- include "lmcache.redisUrlEnv" . | nindent 4 }}
-    {{- end }}
-    {{- with .values.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "lmcache-common.env" (dict "own" (include "lmcache.deploymentEnv" .) "extra" .values.extraEnv) | nindent 4 }}
   securityContext:
     {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
   resources:
@@ -73,4 +66,13 @@ spec:
     {{- with .values.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{- define "lmcache.deploymentEnv" -}}
+{{ include "lmcache-common.podEnv" . }}
+- name: LMCACHE_{{ upper .component }}_INSTANCE_ID
+  value: $(POD_NAME)
+{{- if .asksRedis }}
+{{ include "lmcache.redisUrlEnv" . }}
+{{- end }}
 {{- end -}}

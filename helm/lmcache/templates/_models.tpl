@@ -19,28 +19,31 @@ model: {{ .model.name }}
 name: {{ include "lmcache.modelName" . }}
 {{- end -}}
 
+{{/* The image with the codecs where one of these options asks for them, else the one without. Takes: root, sidecar, serdes. */}}
+{{- define "lmcache.sidecarImage" -}}
+{{- $image := .sidecar.image -}}
+{{- range $option := .serdes -}}
+{{- if ne (get $.sidecar.config $option | default "naive") "naive" -}}
+{{- $image = $.sidecar.codecImage -}}
+{{- end -}}
+{{- end -}}
+{{- include "lmcache-common.image" (dict "root" .root "image" $image "own" true) -}}
+{{- end -}}
+
 {{/* The cache sidecar as a native sidecar: an init container that stays. Takes: root, model (merged). */}}
 {{- define "lmcache.sidecarContainer" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
 {{- $sidecar := .model.sidecar -}}
 - name: sidecar
   restartPolicy: Always
-  image: {{ include "lmcache-common.image" (dict "root" .root "image" $sidecar.image "own" true) }}
+  image: {{ include "lmcache.sidecarImage" (dict "root" .root "sidecar" $sidecar "serdes" (list "remote_serde" "disk_serde" "peer_serde")) }}
   imagePullPolicy: {{ .root.Values.images.pullPolicy }}
   args: [--config, /etc/lmcache/config.yaml]
   ports:
     - {name: lm, containerPort: {{ $ports.sidecarLm }}}
     - {name: sidecar-health, containerPort: {{ $ports.health }}}
   env:
-    {{- include "lmcache-common.podEnv" . | nindent 4 }}
-    - name: LMCACHE_SIDECAR_INSTANCE_ID
-      value: $(POD_NAME)
-    - name: LMCACHE_SIDECAR_DISTRIBUTED_URL
-      value: {{ include "lmcache.lmScheme" . }}://{{ include "lmcache.podHost" . }}:{{ $ports.sidecarLm }}
-    {{- include "lmcache.placeEnv" "SIDECAR" | nindent 4 }}
-    {{- with $sidecar.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "lmcache-common.env" (dict "own" (include "lmcache.sidecarEnv" .) "extra" $sidecar.extraEnv) | nindent 4 }}
   securityContext:
     {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
   resources:
@@ -51,7 +54,7 @@ name: {{ include "lmcache.modelName" . }}
   lifecycle:
     preStop:
       exec:
-        command: [python, -c, "import os, signal; os.kill(1, signal.SIGUSR1)"]
+        command: [python, -m, lmcache_sidecar.begin_drain, {{ include "lmcache.socketPath" . }}]
   startupProbe:
     {{- include "lmcache-common.httpProbe" (dict "path" "/healthz" "port" "sidecar-health" "probe" $sidecar.probes.startup) | nindent 4 }}
   livenessProbe:
@@ -68,6 +71,16 @@ name: {{ include "lmcache.modelName" . }}
     {{- with $sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Takes: root. */}}
+{{- define "lmcache.sidecarEnv" -}}
+{{ include "lmcache-common.podEnv" . }}
+- name: LMCACHE_SIDECAR_INSTANCE_ID
+  value: $(POD_NAME)
+- name: LMCACHE_SIDECAR_DISTRIBUTED_URL
+  value: {{ include "lmcache.lmScheme" . }}://{{ include "lmcache.podHost" . }}:{{ (include "lmcache.ports" . | fromYaml).sidecarLm }}
+{{ include "lmcache.placeEnv" "SIDECAR" }}
 {{- end -}}
 
 {{/* What of the Secrets a sidecar reads, as YAML. */}}

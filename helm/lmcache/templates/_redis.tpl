@@ -54,11 +54,18 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
   ports:
     - {port: {{ (include "lmcache.ports" . | fromYaml).redis }}, protocol: TCP}
 {{- else -}}
-- ports:
-    {{- range .root.Values.externalRedis.ports }}
-    - {port: {{ . }}, protocol: TCP}
-    {{- end }}
+{{- include "lmcache-common.anywhere" (dict "ports" .root.Values.externalRedis.ports) }}
 {{- end }}
+{{- end -}}
+
+{{/*
+Changes with the URL of a Redis of your own, which pods read once, at their start; "" where the chart does not know it. Whoever may see pods
+sees what comes of it, and the URL holds a password: so it goes through scrypt, where a plain digest could be tried out. Takes: root.
+*/}}
+{{- define "lmcache.redisUrlMark" -}}
+{{- with .root.Values.externalRedis.url -}}
+{{- derivePassword 1 "maximum" . (printf "%s/%s" $.root.Release.Namespace $.root.Release.Name) "redis-url" -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "lmcache.redisFilesPath" -}}

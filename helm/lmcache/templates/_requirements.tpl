@@ -1,5 +1,11 @@
 {{/* Parts of requirements.yaml: each fails the rendering with a sentence, or renders nothing. */}}
 
+{{- define "lmcache.refuseName" }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "lmcache-common.fullname" (dict "root" $))) }}
+{{- fail (printf "the release is named %q, but names of Services begin with a letter and have letters, digits and '-' alone: name it so, or set fullnameOverride." .Release.Name) }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseModel" }}
 {{- $name := printf "models (%s)" .name }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
@@ -15,6 +21,14 @@
 {{- end }}
 {{- end }}
 
+{{/* An account that is not the component's alone, and would get its rights. */}}
+{{- define "lmcache.refuseSharedAccount" }}
+{{- $account := .Values.broker.serviceAccount }}
+{{- if and .Values.broker.enabled .Values.broker.discovery.enabled (not $account.create) (not $account.name) }}
+{{- fail "broker.serviceAccount names no account, so that its rights (broker.discovery) would be those of every pod without one: name one, or let it be created." }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseCompat" }}
 {{- $compat := .Values.storage.compat }}
 {{- if $compat.enabled }}
@@ -26,6 +40,45 @@
 {{- end }}
 {{- if eq $compat.tenant .Values.auth.tenant }}
 {{- fail "storage.compat.tenant is auth.tenant: LMCache clients show no token, so give them a tenant of their own." }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseS3" }}
+{{- $s3 := .Values.storage.s3 }}
+{{- if not $s3.bucket }}
+{{- range $name := list "endpointUrl" "existingSecret" "existingCaSecret" "extraPorts" }}
+{{- if get $s3 $name }}
+{{- fail (printf "storage.s3.%s is set, but storage.s3.bucket is empty: name the bucket, or leave it empty too." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $s3.existingCaSecret (hasPrefix "http://" $s3.endpointUrl) }}
+{{- fail "storage.s3.existingCaSecret is set, but storage.s3.endpointUrl is not encrypted: write https for http in it, or leave the Secret's name empty." }}
+{{- end }}
+{{- end }}
+
+{{/*
+Claim templates of a StatefulSet cannot change, which Kubernetes says without saying what to do. What is there is compared in GiB, since the
+cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
+*/}}
+{{- define "lmcache.refuseOtherVolumes" }}
+{{- $persistence := .Values.storage.persistence }}
+{{- $name := include "lmcache-common.componentName" (dict "root" $ "component" "storage") }}
+{{- $live := lookup "apps/v1" "StatefulSet" .Release.Namespace $name | default dict }}
+{{- if and .Values.storage.enabled $live.spec }}
+{{- $was := "none" }}
+{{- range $live.spec.volumeClaimTemplates }}
+{{- $size := .spec.resources.requests.storage | toString }}
+{{- $unit := dict "Gi" 1 "Ti" 1024 "Pi" 1048576 | dig (regexFind "[A-Za-z]+$" $size) 0 }}
+{{- $was = printf "%d GiB, class %q, %s" (mul $unit (regexFind "^[0-9]+" $size)) (default "" .spec.storageClassName) (join "+" .spec.accessModes) }}
+{{- end }}
+{{- $wanted := "none" }}
+{{- if $persistence.enabled }}
+{{- $wanted = printf "%d GiB, class %q, %s" (int64 $persistence.sizeGi) $persistence.storageClassName (join "+" $persistence.accessModes) }}
+{{- end }}
+{{- if ne $was $wanted }}
+{{- fail (printf "storage.persistence is to be (%s), but the StatefulSet %s was installed with (%s), which cannot change: leave it as it was, or see \"Other volumes\" in the chart's README." $wanted $name $was) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -63,7 +116,7 @@
 {{- end }}
 
 {{- define "lmcache.refuseNoCpu" }}
-{{- if not (dig "requests" "cpu" "" .resources) }}
+{{- if regexMatch "^[0.]*m?$" (dig "requests" "cpu" "" .resources | toString) }}
 {{- fail (printf "%s.resources requests no cpu, without which autoscalers can tell nothing of the pod: give it one." .name) }}
 {{- end }}
 {{- end }}

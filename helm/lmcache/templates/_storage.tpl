@@ -8,7 +8,6 @@
 {{/* The container of a storage pod. Takes: root, component, values. */}}
 {{- define "lmcache.storageContainer" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
-{{- $name := include "lmcache-common.componentName" . -}}
 - name: storage
   image: {{ include "lmcache-common.image" (dict "root" .root "image" .values.image "own" true) }}
   imagePullPolicy: {{ .root.Values.images.pullPolicy }}
@@ -23,17 +22,7 @@
     - {name: compat, containerPort: {{ $ports.compat }}}
     {{- end }}
   env:
-    {{- include "lmcache-common.podEnv" . | nindent 4 }}
-    - name: LMCACHE_STORAGE_INSTANCE_ID
-      value: $(POD_NAME)
-    - name: LMCACHE_STORAGE_ADVERTISE_URL
-      value: {{ include "lmcache.lmScheme" . }}://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $ports.storageLm }}
-    - name: LMCACHE_STORAGE_REPLICAS_URL
-      value: {{ include "lmcache.storageUrl" . }}
-    {{- include "lmcache.placeEnv" "STORAGE" | nindent 4 }}
-    {{- with .values.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "lmcache-common.env" (dict "own" (include "lmcache.storageEnv" .) "extra" .values.extraEnv) | nindent 4 }}
   securityContext:
     {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
   resources:
@@ -48,11 +37,28 @@
     {{- with include "lmcache.secretMounts" . }}
     {{- . | trim | nindent 4 }}
     {{- end }}
+    {{- if include "lmcache.s3Volume" . }}
+    - {name: s3-files, mountPath: {{ include "lmcache.s3Path" . }}, readOnly: true}
+    {{- end }}
     - {name: data, mountPath: /var/lib/lmcache}
     - {name: tmp, mountPath: /tmp}
     {{- with .values.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Its variables: what differs from pod to pod. Takes: root, component. */}}
+{{- define "lmcache.storageEnv" -}}
+{{- $name := include "lmcache-common.componentName" . -}}
+{{- $port := (include "lmcache.ports" . | fromYaml).storageLm -}}
+{{ include "lmcache-common.podEnv" . }}
+- name: LMCACHE_STORAGE_INSTANCE_ID
+  value: $(POD_NAME)
+- name: LMCACHE_STORAGE_ADVERTISE_URL
+  value: {{ include "lmcache.lmScheme" . }}://$(POD_NAME).{{ $name }}-headless.{{ .root.Release.Namespace }}.svc:{{ $port }}
+- name: LMCACHE_STORAGE_REPLICAS_URL
+  value: {{ include "lmcache.storageUrl" . }}
+{{ include "lmcache.placeEnv" "STORAGE" }}
 {{- end -}}
 
 {{/* Its volume, where that outlives the pod. The labels are those that never change: the template is immutable. Takes: as above. */}}

@@ -52,9 +52,6 @@ the libraries that ask who they run as get a name.
 - name: PYTHONPATH
   value: {{ list .model.connector.pythonPath (printf "%s/python" (include "lmcache.payloadPath" .)) | compact | join ":" }}
 {{- end }}
-{{- with .model.extraEnv }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{- define "lmcache.payloadPath" -}}

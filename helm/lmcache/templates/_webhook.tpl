@@ -29,12 +29,16 @@ tls_cert_file: {{ include "lmcache.tlsPath" . }}/tls.crt
 tls_key_file: {{ include "lmcache.tlsPath" . }}/tls.key
 # API servers show no token; what is answered holds no secret.
 allow_anonymous: true
-sidecar_image: {{ include "lmcache-common.image" (dict "root" .root "image" $values.sidecar.image "own" true) }}
+sidecar_image: {{ include "lmcache.sidecarImage" (dict "root" .root "sidecar" $values.sidecar "serdes" (list "remote_serde" "peer_serde")) }}
 payload_image: {{ include "lmcache-common.image" (dict "root" .root "image" $values.payload.image "own" true) }}
 image_pull_policy: {{ $values.images.pullPolicy }}
 sidecar_template_file: /etc/lmcache/template.yaml
 memory_overhead_mb: {{ int $values.sidecar.memoryOverheadMi }}
 run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}
+{{- if and $values.broker.enabled $values.broker.discovery.enabled }}
+kubernetes_service: {{ include "lmcache.sidecarsName" . }}
+kubernetes_namespace: {{ .root.Release.Namespace }}
+{{- end }}
 sidecar_options:
   {{- include "lmcache.webhookSidecarOptions" . | trim | nindent 2 }}
 tenants:
@@ -94,6 +98,8 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- $webhook := .Values.webhook }}
 {{- $certificate := $webhook.certificate }}
 {{- if $webhook.enabled }}
+{{- include "lmcache.refuseShortGrace" (dict "name" "webhook" "values" $webhook "before" $webhook.preStopSeconds "config" $webhook.config) }}
+{{- include "lmcache.refuseNoCpu" (dict "name" "webhook" "resources" $webhook.resources) }}
 {{- if and $certificate.existingSecret $certificate.certManager.enabled }}
 {{- fail "webhook.certificate.existingSecret and webhook.certificate.certManager are both set: choose one." }}
 {{- end }}

@@ -109,3 +109,16 @@ roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ $clus
 subjects:
   - {kind: ServiceAccount, name: {{ .account }}, namespace: {{ .root.Release.Namespace }}}
 {{- end -}}
+
+{{/* What its pods may reach: the API server. Takes: root, component. */}}
+{{- define "lmcache.webhookCertificatePolicy" -}}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress: []
+  egress:
+    {{- include "lmcache-common.dnsEgress" . | nindent 4 }}
+    {{- include "lmcache-common.anywhere" (dict "ports" .root.Values.networkPolicy.apiServerPorts) | nindent 4 }}
+{{- end -}}

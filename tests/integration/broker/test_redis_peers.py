@@ -98,6 +98,30 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
         assert (found.peer, found.figures) == (shared().peer, wanted)
 
 
+@pytest.mark.parametrize(
+    ("drain", "wanted"),
+    [
+        (["handing_over", 5, 1, 2, 0, 2], REPORT),
+        (["handing_over", 5, 1, 2, 0, 2, "with something new"], REPORT),
+        (["handing_over", 5], None),
+        (["handing_over", "five", 1, 2, 0, 2], None),
+        ({"state": "handing_over"}, None),
+        (None, None),
+    ],
+)
+async def test_a_drain_that_another_version_writes_keeps_no_peer_from_being_known(
+    pair: tuple[RedisPeers, RedisPeers], drain: object, wanted: DrainReport | None
+) -> None:
+    one, two = pair
+    await one.announce([shared("b"), shared()])
+    records = redis_peers.scripts.KEYS[0]
+    written = await one._redis.hget(records, "acme/a")
+    told = json.loads(written[37:])
+    await one._redis.hset(records, "acme/a", written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode())
+    other, found = (await two.changes()).peers
+    assert (other.peer.id, found.peer, found.drain) == ("b", shared().peer, wanted)
+
+
 async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
     big = (1 << 62) + 1

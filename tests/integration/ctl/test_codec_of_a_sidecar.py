@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ import httpx
 import pytest
 import torch
 
+from tests.fixtures.ctl import Ctl
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.sidecar import engine_at
@@ -42,10 +40,7 @@ def sidecar(tmp_path: Path) -> Iterator[ServiceProcess]:
 
 
 def ctl(*arguments: str | Path, code: int = 0) -> Any:
-    command = [sys.executable, "-m", "lmcache_ctl", "codec", *map(str, arguments), "-o", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    return Ctl().json("codec", *arguments, code=code)
 
 
 def settle(service: ServiceProcess) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis
 import yaml
@@ -109,6 +114,81 @@ def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp
     assert "write KIND=FILE" in Ctl().text("doctor", "--check-config", "sidecars=x", code=2)
 
 
+def test_addresses_that_settings_name_and_nobody_answers(cluster: SmallCluster, tmp_path: Path) -> None:
+    sidecar = write(
+        tmp_path / "sidecar.yaml",
+        arena_path=str(tmp_path / "arena"),
+        arena_gb=0.01,
+        lookup_url=cluster.services["lookup"].url,
+        broker_url="http://127.0.0.1:9",
+        remote_url=f"lm://127.0.0.1:{cluster.services['storage-0'].ports['lm_port']},no-such-host.invalid",
+    )
+    shared = write(tmp_path / "other.yaml", arena_path=str(tmp_path / "other"), arena_gb=0.01, remote_url=f"file://{tmp_path}/nowhere")
+    found = Ctl().json("doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"sidecar={shared}")
+    told = [what for level, _, what in wrong(found, "addresses") if level == "warning"]
+    assert len(told) == 3
+    assert told[0] == f"remote_url {tmp_path}/nowhere is no directory"
+    assert any(what.startswith("broker_url 127.0.0.1:9: Connect call failed") for what in told)
+    assert any(what.startswith("remote_url no-such-host.invalid:65432: ") for what in told)
+    well = [one["what"] for one in found["findings"] if one["check"] == "addresses" and one["level"] == "ok"]
+    assert [what.split()[0] for what in well] == ["lookup_url", "remote_url"]
+
+
+def test_a_service_whose_clock_is_off(cluster: SmallCluster) -> None:
+    """Between it and the doctor its header `Date` is set back, as a clock that is off sets it."""
+    with clock_behind(cluster.services["storage-1"].url, 90) as url:
+        ctl = Ctl([f"--lookup-url={cluster.services['lookup'].url}", f"--storage-url={url}", f"--token-file={cluster.directory / 'token'}"])
+        found = ctl.json("doctor")
+        [(level, _, what)] = wrong(found, "clock")
+        text = ctl.text("doctor", "--strict", code=1)
+    assert level == "warning"
+    seconds = re.fullmatch(r"lookup \S+ is (\d+) s before storage \S+", what)
+    assert seconds is not None
+    assert 88 <= int(seconds[1]) <= 92
+    assert "let NTP or chrony set the clocks" in " ".join(text.split())
+
+
+@contextlib.contextmanager
+def clock_behind(url: str, seconds: float) -> Iterator[str]:
+    """A way to a service on which its answers grow older."""
+
+    class Behind(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = httpx.get(url + self.path, headers={"authorization": self.headers["authorization"]}, trust_env=False)
+            self.send_response_only(answer.status_code)
+            self.send_header("Date", formatdate(time.time() - seconds, usegmt=True))
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Behind) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
+    (tmp_path / "arena").mkdir()
+    (tmp_path / "arena").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    sidecar = write(
+        tmp_path / "sidecar.yaml", arena_path=str(tmp_path / "arena"), arena_gb=0.01, socket_path=str(tmp_path / "file" / "s.sock")
+    )
+    storage = write(tmp_path / "storage.yaml", memory_gb=0.01, disk_path=str(tmp_path / "file"), disk_gb=0.01)
+    found = Ctl().json("doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"storage={storage}", code=1)
+    assert any(what.startswith("everybody may write to arena_path") for level, _, what in wrong(found, "shared memory") if level == "error")
+    assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
+    assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
+    assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), "each says what to do"
+
+
 def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
     arguments = ("--requirepass", "a-pass-0123", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "yes")
     with running_redis_with_password(tmp_path, *arguments) as port:
@@ -195,7 +275,7 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             "status": {"phase": "Pending"},
         }
         api.objects = {"deployments": [owner], "persistentvolumeclaims": [claim]}
-        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)}, is_process=True)
+        ctl = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "--timeout=2"], {"HOME": str(tmp_path)})
         found = ctl.json("doctor", code=1)
         told = {(where, what) for _, where, what in wrong(found, "kubernetes")}
         api.token = "changed"

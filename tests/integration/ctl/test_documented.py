@@ -115,7 +115,6 @@ def test_every_command_does_what_is_written(cluster: SmallCluster, monkeypatch: 
             if in_cluster:
                 ctl.environ["LMCACHE_CTL_CONFIG"] = ""
                 ctl.environ["LMCACHE_CTL_TOKEN_FILE"] = str(directory / "token")
-            ctl.is_process = in_cluster
             done = ctl.run(*arguments)
             assert done.stdout, arguments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,7 @@ def api(cluster: SmallCluster) -> Iterator[PodsApi]:
 
 def ctl(api: PodsApi, cluster: SmallCluster, directory: Path, *more: str, token: str | None = None) -> Ctl:
     kubeconfig = api.kubeconfig(directory / "kubeconfig", token)
-    return Ctl(
-        [f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)}, is_process=True
-    )
+    return Ctl([f"--kubeconfig={kubeconfig}", f"--token-file={cluster.directory / 'token'}", *more], {"HOME": str(directory)})
 
 
 def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
@@ -75,6 +74,19 @@ def test_pods_that_cannot_be_asked_are_told(api: PodsApi, cluster: SmallCluster,
     assert problems["demo-lmcache-storage-1"].startswith("its pod is Pending: kubectl describe pod demo-lmcache-storage-1")
 
 
+def test_streams_that_break_are_told_and_leave_nothing_open(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    api.resets = True
+    found = ctl(api, cluster, tmp_path).json("status", code=1)["services"]
+    assert {one["state"] for one in found} == {"no answer"}
+    assert all("was closed before an answer: try again" in one["problem"] for one in found)
+    api.resets = False
+    assert ctl(api, cluster, tmp_path).json("status")["totals"]["num_well"] == len(PODS)
+    deadline = time.monotonic() + 10
+    while left := [thread.name for thread in threading.enumerate() if "forward" in thread.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
 def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
     told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
     assert "the Kubernetes API refuses pods in namespace ns (401)" in told
@@ -88,7 +100,7 @@ def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, clus
     assert time.monotonic() - started < 15, "nobody waits for one stream after the other"
     kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
     kubeconfig.write_text(kubeconfig.read_text().replace(api.url, "http://127.0.0.1:9"))
-    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}, is_process=True).text("status", code=1)
+    told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text("status", code=1)
     assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
     assert "context 'there' is not in the kubeconfig: it has here" in Ctl([f"--kubeconfig={kubeconfig}"]).text(
         "status", "--context", "there", code=2
@@ -103,9 +115,9 @@ def test_pods_that_encrypt(tmp_path: Path) -> None:
     with running_service("lmcache_lookup", tmp_path, environ) as service, pods_api() as api:
         api.pods.append(pod("demo-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
         api.ports["demo-lmcache-lookup-7d9f8b6c5-x2x4z", 8081] = service.ports["port"]
-        secure = Ctl(
-            [f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", f"--tls={authority.file}"], {"HOME": str(tmp_path)}, is_process=True
-        )
+        secure = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", f"--tls={authority.file}"], {"HOME": str(tmp_path)})
         assert secure.json("status")["services"][0]["url"] == "https://demo-lmcache-lookup-7d9f8b6c5-x2x4z.ns:8081"
         assert {one["check"] for one in secure.json("doctor")["findings"]} >= {"certificate", "kubernetes"}
         assert "certificate is not trusted" in secure.text("status", "--tls-name", "elsewhere", code=1)
+        plain = Ctl(secure.options[:1], secure.environ)
+        assert "perhaps it wants https (--tls)" in " ".join(plain.text("status", code=1).split())

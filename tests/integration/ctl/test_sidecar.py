@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fixtures.ctl import Ctl
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.sidecar import engine_at
 
 NUM_CHUNKS = 3
-TIMEOUT_S = 60
 
 
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[ServiceProcess]:
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sidecar")
+
+
+@pytest.fixture(scope="module")
+def sidecar(directory: Path) -> Iterator[ServiceProcess]:
     settings = {
         "PORT": "0",
         "LM_PORT": "0",
         "ARENA_GB": "0.01",
-        "ARENA_PATH": str(tmp_path / "arena"),
-        "SOCKET_PATH": str(tmp_path / "s.sock"),
+        "ARENA_PATH": str(directory / "arena"),
+        "SOCKET_PATH": str(directory / "s.sock"),
         "INSTANCE_ID": "sidecar-0",
     }
-    with running_service("lmcache_sidecar", tmp_path, {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()}) as service:
+    with running_service("lmcache_sidecar", directory, {f"LMCACHE_SIDECAR_{name}": value for name, value in settings.items()}) as service:
         yield service
 
 
 def ctl(service: ServiceProcess, *arguments: str | Path, code: int = 0, stdin: str = "") -> str:
-    command = [sys.executable, "-m", "lmcache_ctl", "sidecar", *map(str, arguments), "--url", service.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, input=stdin, env={"COLUMNS": "200"})
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return Ctl([f"--url={service.url}"]).text("sidecar", *arguments, code=code, stdin=stdin)
 
 
-def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceProcess, tmp_path: Path) -> None:
+def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceProcess, directory: Path) -> None:
+    """First: no engine has been there before."""
     ids = " ".join(str(token) for token in tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE).tolist())
-    (tmp_path / "tokens").write_text(ids)
-    assert "an engine must have connected to this sidecar once" in ctl(sidecar, "explain", "--tokens", tmp_path / "tokens", code=1)
+    (directory / "tokens").write_text(ids)
+    assert "an engine must have connected to this sidecar once" in ctl(sidecar, "explain", "--tokens", directory / "tokens", code=1)
     tokens = tokens_of((NUM_CHUNKS + 1) * CHUNK_SIZE)[: NUM_CHUNKS * CHUNK_SIZE]
-    with engine_at(tmp_path / "s.sock") as engine:
+    with engine_at(directory / "s.sock") as engine:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
-    told: dict[str, Any] = json.loads(ctl(sidecar, "explain", "--tokens", tmp_path / "tokens", "-o", "json", code=1))
+    told: dict[str, Any] = json.loads(ctl(sidecar, "explain", "--tokens", directory / "tokens", "-o", "json", code=1))
     [explanation] = told["explanations"]
     assert (explanation["model_name"], explanation["num_prefix"]) == ("org/model", NUM_CHUNKS)
     assert [chunk["states"][0]["missing"] for chunk in explanation["chunks"]] == [None] * NUM_CHUNKS + ["never_stored"]
@@ -59,17 +60,17 @@ def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(sidecar: ServiceP
     assert explanation["chunks"][0]["chunk_hash"][:16] in table
 
 
-def test_a_rest_that_fills_no_chunk_is_not_missed(sidecar: ServiceProcess, tmp_path: Path) -> None:
+def test_a_rest_that_fills_no_chunk_is_not_missed(sidecar: ServiceProcess, directory: Path) -> None:
     tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE + 1)
-    with engine_at(tmp_path / "s.sock") as engine:
+    with engine_at(directory / "s.sock") as engine:
         engine.store(tokens[: NUM_CHUNKS * CHUNK_SIZE], kvcaches=random_kv(NUM_CHUNKS * CHUNK_SIZE))
     ids = " ".join(str(token) for token in tokens.tolist())
     assert "MISSING: never_stored (a rest: vLLM stores whole chunks)" in ctl(sidecar, "explain", "--tokens", "-", stdin=ids)
     assert "body.chunk_hashes.0: " in ctl(sidecar, "explain", "no-hash", code=1)
 
 
-def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, tmp_path: Path) -> None:
-    with engine_at(tmp_path / "s.sock"):
+def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, directory: Path) -> None:
+    with engine_at(directory / "s.sock"):
         table = ctl(sidecar, "status")
         found = json.loads(ctl(sidecar, "status", "-o", "json"))
     assert "sidecar-0" in table

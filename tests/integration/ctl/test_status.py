@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.fixtures.ctl import Ctl, SmallCluster, wait_until_ready
-from tests.fixtures.guarded_services import TOKENS, guarded_services, secure
+from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
@@ -89,22 +88,3 @@ def test_where_services_are_is_said_by_file_and_environment(cluster: SmallCluste
 def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -> None:
     [found] = Ctl([f"--storage-url={cluster.services['lookup'].url}"]).json("status", code=1)["services"]
     assert (found["state"], found["problem"]) == ("not ours", "it is lmcache-lookup: ask for a storage elsewhere")
-
-
-def test_mutual_tls(tmp_path: Path) -> None:
-    with guarded_services(tmp_path) as guarded:
-        (tmp_path / "token").write_text(TOKENS["acme-operator"])
-        for name in guarded.services:
-            with guarded.rest(name) as client:
-                wait_until_ready(client)
-        urls = [f"--{name}-url={secure(service)}" for name, service in guarded.services.items()]
-        ctl = Ctl([*urls, f"--token-file={tmp_path / 'token'}"])
-        found = ctl.json("status", "--tls", f"{guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}")
-        assert found["totals"]["num_well"] == 4
-        secured = f"--tls={guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}"
-        target = f"lm+tls://127.0.0.1:{guarded.services['storage'].ports['lm_port']}"
-        measured = ctl.json("bench", target, "--seconds", "1", "--size", "64KiB", "--total", "1MiB", secured)
-        assert (measured["phases"][0]["num_chunks"], measured["num_left"]) == (16, 0)
-        untrusted = ctl.text("status", "--tls", f"{guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1)
-        assert "certificate is not trusted" in untrusted
-        assert "no answer" in ctl.text("status", "--tls", guarded.authority.file, code=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import re
@@ -11,8 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+
+import pytest
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.top import watching
+from lmcache_ctl.top.rates import Moment
 
 from tests.fixtures.ctl import SmallCluster
+from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
@@ -78,3 +87,42 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
         os.close(near)
     assert "storage-1" in seen
     assert "Traceback" not in seen
+
+
+def test_a_pod_that_comes_later_is_seen_and_one_that_goes_is_not(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "FIND_EVERY_S", 0.0)
+    lookup, storage = pod("demo-lookup-0", "lookup", 8081), pod("demo-storage-0", "storage", 8080)
+    with pods_api() as api:
+        api.pods = [lookup]
+        api.ports = {("demo-lookup-0", 8081): cluster.services["lookup"].ports["port"]}
+        api.ports["demo-storage-0", 8080] = cluster.services["storage-0"].ports["port"]
+        kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
+        reach = Reach(CtlSettings(kubeconfig=kubeconfig, token_file=cluster.directory / "token"))
+
+        async def watch() -> list[Moment]:
+            seen = []
+            watched = watching.moments(reach.settings, find, 0.05)
+            async for found in watched:
+                seen.append(found)
+                match len(seen):
+                    case 1:
+                        api.pods = [lookup, storage]
+                    case 3:
+                        api.pods = [storage]
+                    case 4:
+                        api.token = "changed"
+                    case 5:
+                        break
+            await watched.aclose()  # type: ignore[attr-defined]
+            return seen
+
+        with reach.finding() as find:
+            seen = asyncio.run(watch())
+    assert [[one.kind for one in found.services] for found in seen] == [
+        ["lookup"], ["lookup", "storage"], ["lookup", "storage"], ["storage"], ["storage"],
+    ]  # fmt: skip
+    assert [found.services[-1].requests_per_s is None for found in seen] == [False, True, False, False, True]
+    assert [bool(found.problem) for found in seen] == [False] * 4 + [True]
+    assert "refuses pods in namespace ns (401)" in seen[-1].problem

@@ -152,6 +152,7 @@ async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
     await world.add("b", NAMES, load=0.9)
     world.stores["a"].tampered[make_key(NAMES[3])] = b"not a record at all" * 10
     assert taken(await world.pull(NAMES, ["a", "b"], timeout_s=5.0)) == ALL
+    assert world.parts.figures.corrupt_chunks == 1
 
 
 async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from lmcache_ctl.cli import main
 
+from tests.fixtures.ctl import Ctl, wait_until_ready
 from tests.fixtures.guarded_services import TOKENS, Guarded, secure
 
 
@@ -39,5 +40,27 @@ def test_it_speaks_to_them(guarded: Guarded, capsys: pytest.CaptureFixture[str],
         assert told.out == ""
         assert "no answer from https://" in told.err
         assert "Traceback" not in told.err
-    assert run(*asked, "--tls", "/nowhere") == 1
+    assert run(*asked, "--tls", "/nowhere") == 2, "called wrongly, which is another code than one that fails"
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_all_of_them_and_a_bench(guarded: Guarded, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKENS["acme-operator"])
+    for name in guarded.services:
+        with guarded.rest(name) as client:
+            wait_until_ready(client)
+    urls = [f"--{name}-url={secure(service)}" for name, service in guarded.services.items()]
+    ctl = Ctl([*urls, f"--token-file={tmp_path / 'token'}"])
+    secured = f"--tls={guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}"
+    found = ctl.json("status", secured)
+    assert found["totals"]["num_well"] == len(urls)
+    size = ("--seconds", "1", "--size", "64KiB", "--total", "1MiB")
+    for target in (f"lm+tls://127.0.0.1:{guarded.services['storage'].ports['lm_port']}", "storage"):
+        measured = ctl.json("bench", target, *size, secured)
+        assert (measured["phases"][-2]["num_chunks"], measured["num_left"]) == (16, 0)
+    assert ctl.json("bench", "lookup", *size, secured)["phases"][-1]["num_chunks"] > 0
+    for kind in ("storage", "lookup"):
+        assert "cannot be used" in ctl.text("bench", kind, f"--tls={guarded.authority.file}", code=1), "without a certificate"
+    untrusted = ctl.text("status", f"--tls={guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1)
+    assert "certificate is not trusted" in untrusted
+    assert "no answer" in ctl.text("status", f"--tls={guarded.authority.file}", code=1)

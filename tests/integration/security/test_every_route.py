@@ -11,9 +11,9 @@ from tests.fixtures.guarded_services import REST_NAMES, TOKENS, Guarded
 
 OPEN = {"/healthz", "/readyz", "/metrics"}
 ADMINS = {
-    "lookup": {"/v1/admin/evict", "/v1/admin/clear"},
-    "broker": {"/v1/peers/%21%21:drain"},
-    "storage": {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")},
+    "lookup": {"/v1/admin/evict", "/v1/admin/clear", "/v1/log-level"},
+    "broker": {"/v1/peers/%21%21:drain", "/v1/log-level"},
+    "storage": {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")} | {"/v1/log-level"},
     "sidecar": {f"/v1/{action}" for action in ("evict", "clear", "drain", "pin", "unpin", "explain", "log-level")},
 }
 BODIES = {

@@ -27,7 +27,7 @@ CALLS: dict[str, list[tuple[str, str, object]]] = {
         ("GET", "/v1/peers", None),
         ("POST", "/v1/transfers", {"requester": "a", "chunks": []}),
         ("POST", "/v1/peers/a:drain", None),
-        ("GET", "/", None),
+        ("GET", "/v1/overview", None),
     ],
     "storage": [
         ("GET", f"/v1/chunks/{CHUNK.key.to_url()}", None),
@@ -70,6 +70,19 @@ def test_rest_without_credentials(guarded: Guarded, name: str, token: str | None
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
             assert answer.headers["content-type"] == "application/problem+json"
         assert client.get("/healthz").status_code == 200, "a probe has no token"
+
+
+def test_the_brokers_page_is_for_everybody_and_tells_nothing(guarded: Guarded) -> None:
+    """A browser shows no token when it asks for a page: the page is the same for all, and asks for one itself."""
+    with guarded.rest("broker", TOKENS["operator"]) as operator, guarded.rest("broker") as nobody:
+        for path in ("/", "/page/app.js"):
+            shown = nobody.get(path)
+            assert shown.status_code == 200
+            assert shown.content == operator.get(path).content
+            assert b"sidecar-0" not in shown.content
+        assert {nobody.request(method, "/").status_code for method in ("POST", "PUT", "DELETE")} == {405}
+    health = f"http://127.0.0.1:{guarded.services['broker'].ports['health_port']}"
+    assert [httpx.get(health + path, trust_env=False).status_code for path in ("/", "/page/app.js")] == [404, 404]
 
 
 @pytest.mark.parametrize("name", REST_NAMES)

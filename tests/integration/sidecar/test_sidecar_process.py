@@ -106,12 +106,20 @@ def test_sigterm_ends_it_cleanly(processes: Processes, tmp_path: Path) -> None:
     assert {path.suffix for path in (tmp_path / "arena").iterdir()} == {".arena", ".journal", ".generation"}, "for the next start"
 
 
-def test_sigusr1_begins_the_drain_and_ends_nothing(processes: Processes, tmp_path: Path) -> None:
+def begin_drain(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The hook of a pod that is to end."""
+    command = [sys.executable, "-m", "lmcache_sidecar.begin_drain", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+
+
+def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_path: Path) -> None:
     sidecar = start(processes, tmp_path)
     tokens = tokens_of(2 * CHUNK_SIZE)
     with engine_at(sidecar.socket) as engine:
         engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
-        sidecar.process.process.send_signal(signal.SIGUSR1)
+        assert sidecar.process.process.pid != 1, "nor is it in a pod whose containers share their process ids"
+        done = begin_drain(sidecar.socket)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         eventually(lambda: sidecar.get("/v1/status")["drain"]["state"] == "done")
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
         assert engine.lookup(tokens) == CHUNK_SIZE, "reads go on, and nothing new is kept"
@@ -119,6 +127,15 @@ def test_sigusr1_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pat
         assert sidecar.get("/healthz") == {"status": "ok"}
     sidecar.process.process.send_signal(signal.SIGTERM)
     assert sidecar.process.process.wait(15) == 0
+    done = begin_drain(sidecar.socket)
+    assert done.returncode == 1, "who has gone needs no drain, and the log of the pod says so"
+    assert done.stdout.startswith(f"the drain cannot begin: {sidecar.socket}: ")
+
+
+def test_the_hook_needs_little() -> None:
+    code = "import sys, lmcache_sidecar.begin_drain; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    assert not {"torch", "numpy", "pydantic", "msgspec", "fastapi", "lmcache_core"} & set(loaded)
 
 
 def test_without_recovery_nothing_is_left_in_memory(processes: Processes, tmp_path: Path) -> None:

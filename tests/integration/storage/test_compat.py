@@ -75,12 +75,12 @@ async def settle(service: ServiceProcess) -> None:
 
 
 async def metric(service: ServiceProcess, name: str) -> dict[str, float]:
-    """The samples of a counter, by their labels."""
+    """The samples of a counter that has counted something, by their labels."""
     async with httpx.AsyncClient(base_url=service.url, headers=bearer("operator"), trust_env=False) as rest:
         answer = await rest.get("/metrics")
     assert answer.status_code == 200, answer.text
     samples = (line.removeprefix(name).rsplit(" ", 1) for line in answer.text.splitlines() if line.startswith(f"{name}{{"))
-    return {labels: float(value) for labels, value in samples}
+    return {labels: float(value) for labels, value in samples if float(value)}
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

@@ -53,6 +53,35 @@ async def old_correlation_id(raw: RawConnection) -> None:
     await raw.say(5, messages.Ping())
 
 
+async def context_of_another_request(raw: RawConnection) -> None:
+    await raw.hello(capabilities=["context"])
+    await raw.say(2, messages.Context("mine", ""))
+    await raw.say(3, messages.Ping())
+    await until_refused(raw)
+
+
+async def context_twice(raw: RawConnection) -> None:
+    await raw.hello(capabilities=["context"])
+    await raw.say(2, messages.Context("mine", ""))
+    await raw.say(2, messages.Context("mine", ""))
+    await until_refused(raw)
+
+
+async def context_of_a_past_request(raw: RawConnection) -> None:
+    await raw.hello(capabilities=["context"])
+    await raw.say(2, messages.Ping())
+    assert (await raw.read())[1] == messages.Pong()
+    await raw.say(2, messages.Context("mine", ""))
+    await until_refused(raw)
+
+
+async def until_refused(raw: RawConnection) -> None:
+    header, message, _ = await raw.read()
+    assert header.correlation_id == 0
+    assert isinstance(message, messages.ErrorMessage)
+    assert message.code == "protocol"
+
+
 async def damaged_header(raw: RawConnection) -> None:
     await raw.hello()
     frame = bytearray(build_frame(2, messages.Ping()))
@@ -127,6 +156,9 @@ ATTACKS = [
     hello_twice,
     servers_frame,
     old_correlation_id,
+    context_of_another_request,
+    context_twice,
+    context_of_a_past_request,
     damaged_header,
     giant_meta,
     giant_blob,

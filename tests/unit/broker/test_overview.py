@@ -1,5 +1,6 @@
 """`GET /v1/overview`: what heartbeats told, and how it went."""
 
+import asyncio
 import base64
 import hashlib
 from collections.abc import AsyncIterator, Mapping
@@ -9,11 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from lmcache_broker import lifespan
 from lmcache_broker.app import create_app
-from lmcache_broker.overview.history import MAX_SAMPLED_OWNERS, MAX_SAMPLES, History
-from lmcache_broker.overview.service import MAX_SHOWN_CHUNKS, MAX_SHOWN_LINKS, MAX_SHOWN_PEERS
+from lmcache_broker.overview import service as overview_service
+from lmcache_broker.overview.history import MAX_LABELS, MAX_SAMPLED_OWNERS, MAX_SAMPLES, OTHER_LABEL, History, Work
+from lmcache_broker.overview.schemas import OverviewView
+from lmcache_broker.overview.service import MAX_KEPT_VIEWS, MAX_SHOWN_CHUNKS, MAX_SHOWN_LINKS, MAX_SHOWN_PEERS
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import Peer, PeerFigures
 
 TOKENS = {"acme": "acme-token-0123456789", "rival": "rival-token-0123456789", "operator": "operator-token-0123456789"}
@@ -41,7 +46,7 @@ async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
     ]
     path.write_text("tokens:\n" + "\n".join(entries))
     key = base64.b64encode(b"k" * 32).decode()
-    app = create_app(BrokerSettings(ticket_keys=f"k1:{key}", auth_tokens_file=path, hot_chunk_pulls=1000))  # type: ignore[arg-type]
+    app = create_app(BrokerSettings(ticket_keys=f"k1:{key}", auth_tokens_file=path, hot_chunk_pulls=1000, instance_id="broker-0"))  # type: ignore[arg-type]
     async with app.router.lifespan_context(app):
         yield app
 
@@ -76,7 +81,7 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     seen = await acme.overview()
     assert [peer["id"] for peer in seen["peers"]] == ["z", "a", "b", "old"], "those that drain first"
     by_id = {peer["id"]: peer for peer in seen["peers"]}
-    assert by_id["a"]["figures"] == FIGURES
+    assert by_id["a"]["figures"] == {name: value for name, value in FIGURES.items() if name != "pulled_bytes"}, "links tell of pulls"
     assert by_id["old"]["figures"] is None, "a peer that is too old to tell is a peer"
     assert by_id["z"]["drain"] == drain
     assert seen["links"] == [{"requester": "a", "server": "b", "num_bytes": 2000}]
@@ -87,7 +92,9 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
         "missed_chunks": {"never_stored": 4},
         "stored_bytes": 5000,
     }
-    assert (seen["num_peers"], seen["is_shared"], seen["interval_s"]) == (4, False, 10.0)
+    assert (seen["num_peers"], seen["interval_s"]) == (4, 10.0)
+    assert (seen["broker"], seen["shares"], seen["is_shared"]) == ("broker-0", False, False)
+    assert OverviewView.model_validate(seen).model_dump(mode="json") == seen, "what it is documented to be"
 
 
 async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> None:
@@ -128,6 +135,18 @@ async def test_time_goes_by(app: FastAPI) -> None:
     assert (await acme.overview(max_samples=0))["samples"] == []
 
 
+async def test_a_start_that_fails_leaves_no_sampler_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise ConfigError("no cluster")
+
+    monkeypatch.setattr(lifespan, "create_discovery", fail)
+    app = create_app(BrokerSettings())
+    with pytest.raises(ConfigError, match="no cluster"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("broker/")] == []
+
+
 async def test_it_is_bounded(app: FastAPI) -> None:
     operator = Caller(app, "operator")
     pulled = {f"peer-{i}": i + 1 for i in range(64)}
@@ -137,6 +156,24 @@ async def test_it_is_bounded(app: FastAPI) -> None:
     assert (len(seen["peers"]), seen["num_peers"]) == (MAX_SHOWN_PEERS, MAX_SHOWN_PEERS + 2)
     assert len(seen["links"]) == MAX_SHOWN_LINKS
     assert seen["links"][0]["num_bytes"] == 64
+
+
+async def test_however_many_look_it_is_made_anew_now_and_then_only(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    acme, rival = Caller(app, "acme"), Caller(app, "rival")
+    await acme.beat("a", FIGURES)
+    monkeypatch.setattr(overview_service, "MIN_KEPT_COST_S", 0.0)
+    monkeypatch.setattr(overview_service, "REST_PER_COST", 1_000_000)
+    first = await acme.overview()
+    await acme.beat("b")
+    assert await acme.overview() == first
+    assert (await rival.overview())["peers"] == [], "who looks sees what is kept for its own tenant only"
+    for num in range(MAX_KEPT_VIEWS):
+        await rival.overview(max_samples=num)
+    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
+    monkeypatch.setattr(overview_service, "MAX_REST_S", 0.0)
+    await acme.overview(max_samples=1)
+    await acme.beat("c")
+    assert len((await acme.overview(max_samples=1))["peers"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -182,3 +219,17 @@ def test_history_is_bounded() -> None:
         history.sample([record("a", PeerFigures(requested_chunks=count), owner=owner) for owner in owners])
     (last,) = history.of(owners, 1)
     assert last.work.requested_chunks == MAX_SAMPLED_OWNERS
+
+
+def test_names_are_bounded_whatever_peers_tell() -> None:
+    peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
+    work, both = Work(), Work()
+    for figures in peers:
+        work.add(figures)
+    both.merge(work)
+    both.merge(work)
+    for counted, times in ((work, 1), (both, 2)):
+        assert len(counted.missed_chunks) == MAX_LABELS + 1
+        assert counted.missed_chunks["0-0"] == 2 * times
+        assert counted.missed_chunks[OTHER_LABEL] == 2 * (4 * 32 - MAX_LABELS) * times
+        assert sum(counted.missed_chunks.values()) == 2 * 4 * 32 * times

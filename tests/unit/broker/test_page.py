@@ -1,4 +1,4 @@
-"""The page's files, in process; how it looks in a browser is told in tests/integration/page."""
+"""The page's files, in process; how it looks in a browser is told in tests/page."""
 
 import re
 from collections.abc import AsyncIterator

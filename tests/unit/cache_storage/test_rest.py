@@ -196,6 +196,8 @@ async def test_bodies_that_are_not_valid_are_problems(rest: httpx.AsyncClient, b
 async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
     paths = (await rest.get("/openapi.json")).json()["paths"]
     assert {(method, path) for path, methods in paths.items() for method in methods if path.startswith("/v1")} == {
+        ("get", "/v1/log-level"),
+        ("put", "/v1/log-level"),
         ("put", "/v1/chunks/{key}"),
         ("get", "/v1/chunks/{key}"),
         ("head", "/v1/chunks/{key}"),

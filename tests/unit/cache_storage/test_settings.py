@@ -63,6 +63,8 @@ def test_options_and_defaults() -> None:
         "host",
         "log_level",
         "log_format",
+        "otlp_endpoint",
+        "trace_sample_ratio",
         "auth_tokens_file",
         "allow_anonymous",
         "tls_cert_file",

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lmcache_ctl.cli import main
+import typer
+from lmcache_ctl.cli import app, main
+from lmcache_ctl.examples import EXAMPLES
 
+CTL = typer.main.get_command(app)
 GROUPS = ["certify", "codec", "lookup", "sidecar"]
-COMMANDS = [
-    ["status"],
-    ["top"],
-    ["explain"],
-    ["evict"],
-    ["pin"],
-    ["drain"],
-    ["codec", "stats"],
-    ["codec", "inspect"],
-    ["codec", "measure"],
-    ["sidecar", "status"],
-    ["sidecar", "explain"],
-]
+COMMANDS = sorted(
+    [name] if name not in GROUPS else [name, inner]
+    for name, command in CTL.commands.items()  # type: ignore[attr-defined]
+    for inner in (command.commands if name in GROUPS else [""])
+)
 
 
 def run(*arguments: str) -> int:
@@ -38,6 +38,28 @@ def test_every_command_tells_how_it_is_used(command: list[str], capsys: pytest.C
     told = capsys.readouterr()
     assert "Usage: lmcachectl " + " ".join(command) in told.out
     assert told.err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_shows_examples_that_it_takes(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(*command, "--help") == 0
+    told = capsys.readouterr().out
+    taking: Any = CTL
+    for word in command:
+        taking = taking.commands[word]
+    for example in EXAMPLES[" ".join(command)]:
+        assert example in told
+        assert "table|json|yaml" in told
+        words = shlex.split(example.partition(" < ")[0])
+        assert words[: len(command) + 1] == ["lmcachectl", *command]
+        taking.make_context(words[0], words[len(command) + 1 :])
+
+
+def test_no_example_is_left_over() -> None:
+    assert set(EXAMPLES) == {" ".join(command) for command in COMMANDS}
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +154,60 @@ def test_a_shell_is_given_its_script(shell: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("lmcachectl")], capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0
     assert "_LMCACHECTL_COMPLETE" in done.stdout
+
+
+CONTEXT = "current-context: c\ncontexts: [{name: c, context: {cluster: c, user: u}}]\nclusters: [{name: c, cluster: {server: 'http://127.0.0.1:9'}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: [", "no usable kubeconfig (it is damaged)"),
+        (b"hello", "no usable kubeconfig (it is damaged)"),
+        (bytes(range(128, 256)), "no usable kubeconfig (it is damaged)"),
+        (b"", "file is empty"),
+        (b"kind: Config\ncontexts: 7\n", "no usable kubeconfig"),
+        (CONTEXT.replace("clusters: [{name: c", "clusters: [{name: d").encode(), "Expected object with name c"),
+        (
+            (CONTEXT + "users: [{name: u, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: /nowhere/login}}}]").encode(),
+            "no usable kubeconfig (no credentials: ",
+        ),
+    ],
+)
+def test_a_damaged_kubeconfig_is_told(content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kubeconfig").write_bytes(content)
+    assert run("status", "--kubeconfig", str(tmp_path / "kubeconfig")) == 2
+    output = capsys.readouterr()
+    assert told in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["status", "-o", "json"], ["status"], ["--help"]])
+def test_a_full_disk_is_told(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache_ctl", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "lmcachectl: cannot print: No space left on device\n"
+
+
+def test_a_reader_that_has_gone_is_nobodys_fault() -> None:
+    near, far = os.pipe()
+    os.close(near)
+    with os.fdopen(far, "w") as pipe:
+        done = subprocess.run([sys.executable, "-m", "lmcache_ctl", "status"], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_ends_it_without_a_word_while_it_still_imports() -> None:
+    process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", "lmcache_ctl", "top"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    deadline = time.monotonic() + 30
+    while "typer" not in (line := process.stderr.readline()):
+        assert line, "it imports that"
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in told

@@ -56,10 +56,11 @@ def states(growth: int) -> list[ServiceState]:
 
 
 def report() -> Report:
-    load = Load("lm://10.0.0.3:65432", 10.0, 4 << 20, 256 << 20, 4, 4)
-    store = Phase("store", 15, 60, 60 << 22, 1.5, 167772160.0, Latency(60.0, 90.5, 120.25, 130.0), {"not kept": 4}, {})
-    fetch = Phase("fetch", 100, 400, 400 << 22, 8.5, 197379012.0, Latency(80.0, 99.5, 120.0, 125.0), {}, {"no answer in time": 1})
-    return Report(load, [store, fetch], 59, 1)
+    load = Load("storage", "lm://10.0.0.3:65432", 10.0, 64, 4 << 20, 4, 4)
+    way = Phase("round trip", 200, 0, 0, 0.08, 2500.0, 0.0, Latency(0.4, 0.45, 0.5, 0.9), {}, {})
+    store = Phase("store", 15, 60, 60 << 22, 1.5, 10.0, 167772160.0, Latency(60.0, 90.5, 120.25, 130.0), {"not kept": 4}, {})
+    fetch = Phase("fetch", 100, 400, 400 << 22, 8.5, 11.8, 197379012.0, Latency(80.0, 99.5, 120.0, 125.0), {}, {"no answer in time": 1})
+    return Report(load, [way, store, fetch], 59, 1)
 
 
 def pins() -> list[Outcome]:

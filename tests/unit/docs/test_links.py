@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "helm" / "lmcache" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+from tests.unit.docs.pages import FENCE, PAGES, ROOT
+
+EVERY_PAGE = sorted({*PAGES, *(ROOT / "docs").rglob("*.md")})
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 METRIC = re.compile(r"\b(?:vllm:)?lmcache_[a-z0-9_]+_(?:total|bytes|seconds|info|chunks|up|shared|requests|peers|flight|error)\b")
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub names headings."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(FENCE.sub("", text))}
+    """As GitHub names headings: one that is there again has a number at its end."""
+    found = Counter[str]()
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[name] += 1
+        if found[name] > 1:
+            found[f"{name}-{found[name] - 1}"] += 1
+    return set(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for path, anchor in LINK.findall(FENCE.sub("", text)):

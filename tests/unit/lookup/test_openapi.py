@@ -45,11 +45,12 @@ def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -
 
 
 def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) -> None:
+    """But for what all services have for people alone."""
     num_bodies = 0
     for path, operations in document["paths"].items():
         for operation in operations.values():
             contents = [operation.get("requestBody", {}).get("content"), operation["responses"].get("200", {}).get("content")]
-            for content in contents if path.startswith("/v1") else []:
+            for content in contents if path.startswith("/v1") and path != "/v1/log-level" else []:
                 assert content is None or set(content) == {JSON, MSGPACK}
                 num_bodies += content is not None
     assert num_bodies == 6 + 10

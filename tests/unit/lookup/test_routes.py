@@ -40,6 +40,7 @@ def test_the_surface_is_the_documented_one() -> None:
     assert {path: sorted(operations) for path, operations in paths.items()} == {
         "/healthz": ["get"],
         "/readyz": ["get"],
+        "/v1/log-level": ["get", "put"],
         "/metrics": ["get"],
         "/v1/lookup": ["post"],
         "/v1/route": ["post"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -106,6 +108,20 @@ async def test_of_many_chunks_a_few_are_asked_about() -> None:
     await estimate.measure()
     assert estimate.num_bytes == sum(size for _, size in hot.held())
     assert lookup.num_asked <= MAX_SAMPLED_CHUNKS
+
+
+async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
+    others_had_their_turn = threading.Event()
+
+    class Slow(LocalChunks):
+        def hottest_first(self) -> list[tuple[ChunkKey, int]]:
+            assert others_had_their_turn.wait(5.0), "nothing else runs on the loop"
+            return super().hottest_first()
+
+    estimate = SoleBytes(Slow("default", hot_with(NUM_CHUNKS), None, None), None, Holders(Lookup(), "a"), 1.0)  # type: ignore[arg-type]
+    asyncio.get_running_loop().call_soon(others_had_their_turn.set)
+    await estimate.measure()
+    assert estimate.num_bytes
 
 
 def test_figures_are_the_sidecars_counters() -> None:

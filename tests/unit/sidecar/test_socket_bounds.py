@@ -88,7 +88,7 @@ def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert answer_of(second) == m.CommitOk((False,) * 10)
 
 
-@pytest.mark.parametrize(("max_bytes", "reason"), [(len(LARGE), requests.NO_ROOM), (2 * len(LARGE), requests.TOO_SLOW)])
+@pytest.mark.parametrize(("max_bytes", "reason"), [(len(LARGE), metrics.NO_ROOM), (2 * len(LARGE), metrics.TOO_SLOW)])
 def test_a_large_request_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, reason: str) -> None:
     monkeypatch.setattr(requests, "MAX_LARGE_REQUEST_BYTES", max_bytes)
     with running_socket(tmp_path) as running, greeted(running) as first, greeted(running) as second:
@@ -144,7 +144,7 @@ def test_one_client_more_than_there_may_be_is_turned_away_and_counted(
                 raw.settimeout(5.0)
                 raw.connect(str(running.path))
                 assert raw.recv(1) == b""
-        assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, server.TOO_MANY) == 5
+        assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, metrics.TOO_MANY) == 5
         assert caplog.text.count("turned away: 2 are connected") == 1, "not a line for each"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.injection.injector import Outcome, review_pod
 from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.injection.quantity import amount_of
 from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, transfer_config
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
@@ -204,6 +206,27 @@ def test_a_pod_stays_guaranteed(options: InjectionOptions) -> None:
 
 
 @pytest.mark.parametrize(
+    ("requests", "limits", "is_guaranteed"),
+    [
+        ({"cpu": "8000m", "memory": "64Gi"}, {"cpu": "8", "memory": "65536Mi"}, True),
+        ({}, {"cpu": 8, "memory": "64Gi"}, True),
+        ({"cpu": "7999m"}, {"cpu": "8", "memory": "64Gi"}, False),
+        ({"cpu": "8", "memory": "64Gi"}, {"memory": "64Gi"}, False),
+    ],
+)
+@pytest.mark.parametrize("over", [{}, {"requests": {"cpu": "2"}}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}])
+def test_a_pod_stays_guaranteed_however_its_amounts_and_ours_are_given(
+    requests: Pod, limits: Pod, is_guaranteed: bool, over: Pod, options: InjectionOptions
+) -> None:
+    document = pod(container(args=["m"], resources={"requests": requests, "limits": limits}))
+    changed = injected(dataclasses.replace(options, sidecar_template={"resources": over} if over else {}), document)
+    for ours in changed["spec"]["initContainers"]:
+        asked, most = ours["resources"]["requests"], ours["resources"]["limits"]
+        assert (asked == most) == is_guaranteed
+        assert "cpu" not in most or amount_of(asked["cpu"]) <= amount_of(most["cpu"]), "such a pod would be refused"
+
+
+@pytest.mark.parametrize(
     ("document", "user"),
     [
         (SHAPES["restricted"](), 2000),
@@ -254,6 +277,22 @@ def test_without_tokens_there_are_no_secrets(options: InjectionOptions) -> None:
     assert settings_of(changed).allow_anonymous
 
 
+@pytest.mark.parametrize(
+    ("namespace", "annotations", "is_found"),
+    [("team-a", None, True), ("team-a", {"lmcache.io/tenant": "b"}, False), ("team-b", None, False)],
+)
+def test_the_broker_finds_pods_of_its_namespace(
+    namespace: str, annotations: dict[str, str] | None, is_found: bool, options: InjectionOptions
+) -> None:
+    """By the label that its Service selects and by the pod's name. Of another tenant it would think that they are the first's."""
+    options = dataclasses.replace(options, kubernetes_service="cache-sidecars", kubernetes_namespace="team-a")
+    document = pod(container(args=["m"]), annotations=annotations)
+    changed = after(document, review_pod(options, document, namespace))
+    assert changed["metadata"]["labels"].get("lmcache.io/sidecars") == ("cache-sidecars" if is_found else None)
+    instance = named(named(changed["spec"]["initContainers"], SIDECAR)["env"], "LMCACHE_SIDECAR_INSTANCE_ID")["value"]
+    assert instance == ("$(POD_NAME)" if is_found else "$(POD_NAMESPACE).$(POD_NAME)")
+
+
 def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: InjectionOptions) -> None:
     document = plain()
     document["metadata"]["generateName"] = "m" * 115
@@ -280,7 +319,10 @@ def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: Injectio
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),
         (pod(container(), volumes=[{"name": "lmcache-arena", "emptyDir": {}}]), "a volume lmcache-arena already"),
-        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])), "a mount /opt/lmcache already"),
+        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/"}])), "a mount /opt/lmcache/ already"),
+        (pod(container(volumeMounts=[{"name": "x", "mountPath": "//run//lmcache/./arena"}])), "a mount //run//lmcache/./arena already"),
+        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt/lmcache/python"}])), "a mount /opt/lmcache/python already"),
+        (pod(container(volumeMounts=[{"name": "x", "mountPath": "/opt", "readOnly": True}])), "a read-only mount /opt, below which"),
         (pod(container(), {"name": "x", "image": "x", "ports": [{"containerPort": 8084}]}), "a port 8084 already"),
         (pod(container(), {"name": "lmcache-payload", "image": "x"}), "a container lmcache-payload already"),
         (pod(container(), annotations={"lmcache.io/arena-gb": "lots"}), "lmcache.io/arena-gb='lots': write a number from"),

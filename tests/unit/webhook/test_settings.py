@@ -64,6 +64,11 @@ def sidecar_with(template: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return sidecar
 
 
+def test_a_service_is_in_a_namespace() -> None:
+    with pytest.raises(ConfigError, match="kubernetes_service and kubernetes_namespace go together"):
+        load_settings(WebhookSettings, None, IMAGES | {"LMCACHE_WEBHOOK_KUBERNETES_SERVICE": "sidecars"})
+
+
 def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
     template = {
         "resources": {"requests": {"cpu": "2", "ephemeral-storage": "1Gi"}, "limits": {"cpu": "4"}},
@@ -101,6 +106,7 @@ def test_laying_over_changes_neither() -> None:
         ("env: {A: b}", "env must be a list"),
         ("env: [a]", "env must be a list"),
         ("resources: 4", "resources must be a dict"),
+        ("resources: {limits: null}", "is no mapping"),
         ("resources: {limits: {memory: 4Gi}}", "memory follows from the size of the arena"),
         ("a: [", "not YAML"),
         ("#" * (MAX_TEMPLATE_BYTES + 1), "longer than"),
@@ -113,3 +119,19 @@ def test_a_wrong_template_is_refused_at_the_start(text: str, error: str, tmp_pat
         read_template(path)
     with pytest.raises(ConfigError, match="correct the path"):
         read_template(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("resources", "error"),
+    [
+        ("{limits: {cpu: 200m}}", "requests 500m of a cpu, and its limit is 200m"),
+        ("{requests: {cpu: 2}, limits: {cpu: 1500m}}", "requests 2 of a cpu, and its limit is 1500m"),
+        ("{requests: {cpu: lots}}", "cpu 'lots' is no quantity"),
+        ("{limits: {cpu: [1]}}", "is no quantity"),
+    ],
+)
+def test_a_sidecar_that_no_cluster_takes_is_refused_at_the_start(resources: str, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "template.yaml"
+    path.write_text(f"resources: {resources}")
+    with pytest.raises(ConfigError, match=error):
+        injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path))

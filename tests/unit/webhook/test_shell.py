@@ -73,6 +73,12 @@ def calls_of(script: str, programs: Path, shell: str = "sh", **variables: str) -
         "vllm serve",
         "python3 -m vllm.entrypoints.openai.api_server --model m",
         "python3 -u -m vllm.entrypoints.cli.main serve m --port 8000",
+        "vllm serve `echo m` --port 8000",
+        'vllm serve "${NOTHING:-"a b"}" --port 8000',
+        'vllm serve "$(echo "a b")" --port 8000',
+        'vllm serve "${A:-${B:-"a b"}}" --port 8000',
+        '[ "$MODEL" = "vllm serve" ] || vllm serve m --port 8000',
+        "echo 'starting vllm serve'; vllm serve m",
     ],
 )
 def test_the_call_gets_the_words_and_is_otherwise_the_same(script: str, shell: str, programs: Path) -> None:
@@ -117,6 +123,10 @@ def test_what_comes_before_the_server_stays(programs: Path) -> None:
         "vllm server",
         "vllm; serve",
         "vllm serve-x",
+        'COMMAND="vllm serve"; $COMMAND m',
+        "sh -c 'vllm serve '\\''a b'\\'' --port 8000'",
+        'vllm serve "m --port 8000',
+        "vllm serve m`",
     ],
 )
 def test_scripts_that_do_not_start_the_server_are_left_alone(script: str) -> None:

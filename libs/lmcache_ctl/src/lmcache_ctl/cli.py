@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from lmcache_core.errors import LMCacheError
@@ -17,6 +18,7 @@ from lmcache_ctl.doctor.commands import doctor
 from lmcache_ctl.drain.commands import drain
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict.commands import evict
+from lmcache_ctl.examples import examples_of
 from lmcache_ctl.explain.commands import explain
 from lmcache_ctl.lookup.commands import app as lookup
 from lmcache_ctl.output import plain
@@ -27,10 +29,12 @@ from lmcache_ctl.top.commands import top
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
+"""What writing to standard output may end in, other than a reader that has gone, which is nobody's fault."""
 
 app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
 for command in (status, top, explain, evict, pin, drain, bench, doctor):
-    app.command()(command)
+    app.command(epilog=examples_of(command.__name__))(command)
 app.add_typer(certify, name="certify")
 app.add_typer(codec, name="codec")
 app.add_typer(lookup, name="lookup")
@@ -66,4 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_USAGE)
     except (CtlError, LMCacheError) as exc:
         typer.echo(f"lmcachectl: {plain(str(exc))}", err=True)
+        sys.exit(EXIT_FAILURE)
+    except OSError as exc:
+        if exc.errno not in CANNOT_PRINT:
+            raise
+        sys.stdout = None  # what is left in it cannot be written at the end either
+        typer.echo(f"lmcachectl: cannot print: {exc.strerror}", err=True)
         sys.exit(EXIT_FAILURE)

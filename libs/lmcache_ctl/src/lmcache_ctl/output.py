@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -83,14 +84,19 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     """
     if title:
         print_text(title)
+    console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    widths = [max(cell_len(line) for line in (headings[number], *(row[number] for row in rows))) + 2 for number in range(left)]
+    is_narrow = sum(widths) > console.width // 2
     for number, heading in enumerate(headings):
         is_prose = prose and number == len(headings) - 1
         is_left = number < left or is_prose
-        table.add_column(heading, justify="left" if is_left else "right", no_wrap=number < left and not is_prose, overflow="fold")
+        table.add_column(
+            heading, justify="left" if is_left else "right", no_wrap=number < left and not is_prose and not is_narrow, overflow="fold"
+        )
     for row in rows:
         table.add_row(*(plain(cell).replace("[", r"\[") for cell in row))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def size_text(num_bytes: int) -> str:

@@ -46,17 +46,41 @@ class Reach:
         Raises:
             CtlError: None is named, or the cluster cannot be asked for them.
         """
-        settings = self.settings
-        with contextlib.ExitStack() as open_ways:
-            found = services_of(settings) if settings.names_urls or not settings.names_cluster else []
-            if settings.names_cluster:
-                from lmcache_ctl.kube.pods import forwarded_services
+        with self.finding(*kinds) as find:
+            yield find()
 
-                found += open_ways.enter_context(forwarded_services(settings, kinds or tuple(Kind)))
-            wanted = [service for service in found if service.kind in (kinds or tuple(Kind))]
-            if not wanted:
-                raise CtlError(f"{_none_of(kinds)}: {_how_to_name(settings, kinds)}")
-            yield sorted(wanted, key=lambda service: (list(Kind).index(service.kind), service.name))
+    @contextlib.contextmanager
+    def finding(self, *kinds: Kind) -> Iterator[Callable[[], list[Service]]]:
+        """What finds these services anew whenever it is called: pods come and go, and so do the addresses of a name. It raises as above."""
+        settings = self.settings
+        wanted = kinds or tuple(Kind)
+        with contextlib.ExitStack() as open_ways:
+            in_cluster: Callable[[], list[Service]] | None = None
+            if settings.names_cluster:
+                from lmcache_ctl.kube.pods import PodWays
+
+                in_cluster = open_ways.enter_context(PodWays(settings, wanted)).find
+
+            def find() -> list[Service]:
+                found = services_of(settings) if settings.names_urls or in_cluster is None else []
+                found += in_cluster() if in_cluster is not None else []
+                found = [service for service in found if service.kind in wanted]
+                if not found:
+                    raise CtlError(f"{_none_of(kinds)}: {_how_to_name(settings, kinds)}")
+                return sorted(found, key=lambda service: (list(Kind).index(service.kind), service.name))
+
+            yield find
+
+    @contextlib.contextmanager
+    def lm_services(self) -> Iterator[list[Service]]:
+        """The pods of cache_storage by lm://, each behind a port on loopback. Raises as above."""
+        from lmcache_ctl.kube.pods import LM_PORT_NAME, PodWays
+
+        with PodWays(self.settings, (Kind.STORAGE,), LM_PORT_NAME) as ways:
+            found = ways.find()
+            if not found:
+                raise CtlError(f"{_none_of((Kind.STORAGE,))}: {_how_to_name(self.settings, (Kind.STORAGE,))}")
+            yield found
 
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """The JSON of the first service of that kind that answers. Raises as `ask_one`."""

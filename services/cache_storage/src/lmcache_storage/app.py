@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.log_level import create_log_router
 
 from lmcache_storage.admin.pin_routes import router as pin_router
 from lmcache_storage.admin.routes import router as admin_router
@@ -25,7 +26,7 @@ def create_app(settings: StorageSettings) -> FastAPI:
         settings,
         "lmcache-storage",
         lifespan=lifespan,
-        routers=[chunks_router, admin_router, pin_router],
+        routers=[chunks_router, admin_router, pin_router, create_log_router()],
         bodies=BodyBounds(overrides={RECORD_PATHS: settings.max_record_bytes}),
         problems=PROBLEMS,
     )

@@ -22,7 +22,7 @@ from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend
+from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend, TracedBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.audit import handover_audit
@@ -78,9 +78,9 @@ class _Opening:
     async def open(self) -> StorageParts:
         settings = self._settings
         hot, disk = await self._make_tiers()
-        below = None if disk is None else BreakerBackend(MeteredBackend(disk))
+        below = None if disk is None else BreakerBackend(TracedBackend(MeteredBackend(disk)))
         bucket = create_s3_backend(settings)
-        further = None if bucket is None else BreakerBackend(LoggedBackend(MeteredBackend(bucket)))
+        further = None if bucket is None else BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(bucket))))
         slower = [tier for tier in (below, further) if tier is not None]
         pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
         stack = TierStack(hot, slower, listener=self._announcer, pending_bytes=pending_bytes)

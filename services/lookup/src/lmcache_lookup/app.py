@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from lmcache_core.lookup import ContainsAnswer, EventsAck, InstanceLease, LocationsAnswer, LookupAnswer, RouteAnswer
 from lmcache_core.lookup.runs import PackedLookupAnswer
 from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.log_level import create_log_router
 from lmcache_servicekit.runner import run_service
 
 from lmcache_lookup.admin.routes import router as admin_router
@@ -52,7 +53,7 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
         settings,
         NAME,
         lifespan=lifespan_of(settings, index or create_index(settings)),
-        routers=[questions, lookup_router, instances_router, events_router, admin_router],
+        routers=[questions, lookup_router, instances_router, events_router, admin_router, create_log_router()],
         bodies=BodyBounds(MAX_BODY_BYTES),
     )
     app.describe(schemas_of(*BODIES))

@@ -6,6 +6,7 @@ from typing import Final
 
 from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
+from lmcache_servicekit.log_level import create_log_router
 
 from lmcache_broker.lifespan import create_lifespan
 from lmcache_broker.overview.routes import router as overview_router
@@ -25,7 +26,7 @@ def create_app(settings: BrokerSettings) -> FastAPI:
         ConfigError: One of them cannot be read or is wrong.
     """
     lifespan = create_lifespan(settings, load_ticket_keys(settings))
-    routers = [peers_router, transfers_router, overview_router]
+    routers = [peers_router, transfers_router, overview_router, create_log_router()]
     app = create_service_app(settings, "lmcache-broker", lifespan=lifespan, routers=routers, bodies=_BODIES)
     app.include_router(create_page_router())  # not among those that have to let callers in: its files are the same for everybody
     return app

@@ -45,17 +45,18 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         desk = TransferDesk(transfers, hot)
         state = service_state(app)
         state.registry.register(BrokerCollector(registry, desk, transfers.figures, hot))
-        overview = Overview(registry, hot, settings.history_interval_s)
+        overview = Overview(settings.instance_id, registry, hot, settings.history_interval_s)
         app.state.broker = BrokerParts(settings, registry, desk, hot, overview)
         tasks = TaskSupervisor("broker")
-        tasks.repeat("sample", overview.sample, settings.history_interval_s)
         if settings.redis_url is not None:
-            tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
             state.health.add("redis", registry.ping, timeout_s=settings.redis_timeout_ms / 1000, required=False)
         discovering = await create_discovery(settings, registry)
         state.registry.register(DiscoveryCollector(discovering))
         await desk.open()
         try:
+            tasks.repeat("sample", overview.sample, settings.history_interval_s)
+            if settings.redis_url is not None:
+                tasks.repeat("refresh", registry.keep_fresh, REFRESH_INTERVAL_S)
             if discovering is not None:
                 await discovering.open()
                 if discovering.watch is not None:

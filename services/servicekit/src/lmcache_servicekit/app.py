@@ -72,7 +72,7 @@ class ServiceApp(FastAPI):
         self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document; every operation under `/v1` may answer with a problem."""
+        """The OpenAPI document; every operation under `/v1`, and every one that reads a body, may answer with a problem."""
         schema = super().openapi()
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         for replaced in ("HTTPValidationError", "ValidationError"):
@@ -82,7 +82,7 @@ class ServiceApp(FastAPI):
         for path, operations in schema.get("paths", {}).items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                if path.startswith("/v1"):
+                if path.startswith("/v1") or "requestBody" in operation:
                     operation["responses"]["default"] = _PROBLEM_RESPONSE
         return schema
 

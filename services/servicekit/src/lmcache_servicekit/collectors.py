@@ -71,10 +71,12 @@ class Described(NamedTuple):
     Attributes:
         text: For people.
         label: Name of its label, "" for none.
+        values: Values of the label that are shown from the start, at 0: what Prometheus first sees at 1 has not grown for it.
     """
 
     text: str
     label: str = ""
+    values: tuple[str, ...] = ()
 
 
 class CounterCollector(Collector):
@@ -90,15 +92,15 @@ class CounterCollector(Collector):
         self._described = described
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each counter; one without a label is there from the start."""
-        values = self._counters.snapshot()
-        for name, (text, label_name) in self._described.items():
+        """Yield a family for each counter; one without a label is there from the start, as are the values of a label that are known."""
+        counted = self._counters.snapshot()
+        for name, (text, label_name, known) in self._described.items():
             family = CounterMetricFamily(name, text, labels=[label_name] if label_name else [])
-            for (counted, label), value in values.items():
-                if counted == name:
-                    family.add_metric([label] if label_name else [], value)
-            if not label_name and not family.samples:
-                family.add_metric([], 0)
+            shown = dict.fromkeys(known if label_name else ("",), 0) | {
+                label: value for (of, label), value in counted.items() if of == name
+            }
+            for label, value in shown.items():
+                family.add_metric([label] if label_name else [], value)
             yield family
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+from lmcache_core.record import MissReason
 from lmcache_core.telemetry import (
     CODEC_DECODE_MICROSECONDS_TOTAL,
     CODEC_DECODED_BYTES_TOTAL,
@@ -35,31 +36,43 @@ RECEIVED_BYTES_TOTAL: Final = "lmcache_sidecar_received_bytes_total"
 COPIED_CHUNKS_TOTAL: Final = "lmcache_sidecar_copied_chunks_total"
 COPIED_BYTES_TOTAL: Final = "lmcache_sidecar_copied_bytes_total"
 LABEL_OUTCOME: Final = "outcome"
+OUTCOMES: Final = ("handed_over", "already_elsewhere", "failed", "left")
 CORRUPT_CHUNKS_TOTAL: Final = "lmcache_sidecar_corrupt_chunks_total"
 REFUSED_CLIENTS_TOTAL: Final = "lmcache_sidecar_refused_clients_total"
+TOO_MANY: Final = "too_many"
+NO_ROOM: Final = "no_room"
+TOO_SLOW: Final = "too_slow"
 
 RECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_recovered_chunks_total"
 UNRECOVERED_CHUNKS_TOTAL: Final = "lmcache_sidecar_unrecovered_chunks_total"
+DAMAGED: Final = "damaged"
+NOT_KEPT: Final = "not_kept"
 
 DESCRIBED: Final = MappingProxyType(
     {
         REQUESTED_CHUNKS_TOTAL: Described("Chunks that engines wanted to load."),
         LOADED_CHUNKS_TOTAL: Described("Chunks handed to engines, by the tier that had them.", LABEL_TIER),
         LOADED_BYTES_TOTAL: Described("Bytes handed to engines, by the tier that had them.", LABEL_TIER),
-        MISSED_CHUNKS_TOTAL: Described("Chunks wanted and not handed out, by the reason of the first that was missing.", LABEL_REASON),
+        MISSED_CHUNKS_TOTAL: Described(
+            "Chunks wanted and not handed out, by the reason of the first that was missing.", LABEL_REASON, tuple(MissReason)
+        ),
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),
         REFUSED_CHUNKS_TOTAL: Described("Reservations refused, for want of room or while draining."),
         CORRUPT_CHUNKS_TOTAL: Described("Chunks that engines found damaged in shared memory, and that were; they are not served any more."),
-        REFUSED_CLIENTS_TOTAL: Described("Connections of the socket that were ended for want of room or time.", LABEL_REASON),
-        DRAINED_CHUNKS_TOTAL: Described("Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME),
+        REFUSED_CLIENTS_TOTAL: Described(
+            "Connections of the socket that were ended for want of room or time.", LABEL_REASON, (TOO_MANY, NO_ROOM, TOO_SLOW)
+        ),
+        DRAINED_CHUNKS_TOTAL: Described("Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME, OUTCOMES),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
         RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from peers that ended, and copies of hot ones."),
         RECEIVED_BYTES_TOTAL: Described("Bytes taken over from peers that ended, and copies of hot ones."),
         COPIED_CHUNKS_TOTAL: Described("Hot chunks that peers were given copies of."),
         COPIED_BYTES_TOTAL: Described("Bytes of hot chunks that peers were given copies of."),
         RECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are served again."),
-        UNRECOVERED_CHUNKS_TOTAL: Described("Chunks that an earlier start has left in shared memory and that are not.", LABEL_REASON),
+        UNRECOVERED_CHUNKS_TOTAL: Described(
+            "Chunks that an earlier start has left in shared memory and that are not.", LABEL_REASON, (DAMAGED, NOT_KEPT)
+        ),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
         CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
         CODEC_ENCODED_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),

@@ -39,16 +39,20 @@ class SoleBytes:
         self.num_bytes: int | None = None
 
     async def measure(self) -> None:
-        """Estimate anew; to be repeated."""
-        held = self._chunks.hottest_first()
-        sample = held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))]
+        """Estimate anew; to be repeated. Chunks are listed in a thread: a large disk has so many that engines would wait for it."""
+        num_held, sample = await asyncio.to_thread(self._sampled)
         try:
             num_alone = await self._alone(sample)
         except (UnavailableError, TimeoutError):
             self.num_bytes = None
             return
-        num_held, num_sampled = (sum(num_bytes for _, num_bytes in chunks) for chunks in (held, sample))
+        num_sampled = sum(num_bytes for _, num_bytes in sample)
         self.num_bytes = num_held * num_alone // num_sampled if num_sampled else 0
+
+    def _sampled(self) -> tuple[int, list[tuple[ChunkKey, int]]]:
+        """Bytes of all that is held, and some of it."""
+        held = self._chunks.hottest_first()
+        return sum(num_bytes for _, num_bytes in held), held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))]
 
     async def _alone(self, sample: list[tuple[ChunkKey, int]]) -> int:
         """Bytes of those that nobody else has."""

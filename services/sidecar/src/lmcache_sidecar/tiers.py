@@ -19,7 +19,7 @@ from lmcache_core.storage.hot import LocalCPUBackend, OnKept
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.locating import LookupLocator
-from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend
+from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, MeteredBackend, TracedBackend
 from lmcache_core.storage.wrappers.priced import PricedBackend
 from lmcache_core.wire.capabilities import Accepts
 
@@ -140,4 +140,4 @@ class TierMaker:
 
     @staticmethod
     def _guarded(tier: StorageBackend) -> StorageBackend:
-        return PricedBackend(BreakerBackend(tier))
+        return PricedBackend(BreakerBackend(TracedBackend(MeteredBackend(tier))))

@@ -12,7 +12,7 @@ from lmcache_servicekit.state import service_state
 
 from lmcache_webhook.dependencies import WebhookParts
 from lmcache_webhook.injection.options import InjectionOptions, Tenant
-from lmcache_webhook.injection.template import read_template
+from lmcache_webhook.injection.template import check_cpu, read_template
 from lmcache_webhook.metrics import WebhookCollector
 from lmcache_webhook.review.routes import router
 from lmcache_webhook.review.service import Reviewer
@@ -45,11 +45,13 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
     Raises:
         ConfigError: It cannot be read or is wrong.
     """
+    template = read_template(settings.sidecar_template_file)
+    check_cpu(settings.sidecar_cpu, template)
     return InjectionOptions(
         sidecar_image=settings.sidecar_image,
         payload_image=settings.payload_image,
         image_pull_policy=settings.image_pull_policy,
-        sidecar_template=read_template(settings.sidecar_template_file),
+        sidecar_template=template,
         sidecar_options={name: _text(value) for name, value in settings.sidecar_options.items()},
         arena_gb=settings.arena_gb,
         max_arena_gb=settings.max_arena_gb,
@@ -58,6 +60,8 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
         memory_overhead_mb=settings.memory_overhead_mb,
         sidecar_cpu=settings.sidecar_cpu,
         run_as_user=settings.run_as_user,
+        kubernetes_service=settings.kubernetes_service,
+        kubernetes_namespace=settings.kubernetes_namespace,
         tenants=tuple(
             Tenant(one.name, frozenset(one.namespaces), one.credentials_secret, one.keys_secret, one.tls_secret) for one in settings.tenants
         ),

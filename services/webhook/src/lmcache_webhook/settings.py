@@ -17,6 +17,7 @@ MAX_OPTIONS = 128
 NAMESPACES_PATTERN = r"^(\*|[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)$"
 
 _ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
+_LabelValue = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _NamespaceName = Annotated[str, StringConstraints(pattern=NAMESPACES_PATTERN)]
 _OptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
 _Image = Annotated[str, StringConstraints(pattern=r"^[\w.-][\w./:@-]*$", min_length=1, max_length=500)]
@@ -66,6 +67,10 @@ class WebhookSettings(ServiceSettings):
         sidecar_cpu: What the sidecar requests, as Kubernetes writes it.
         run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs as; None: as the cluster decides.
         tenants: The first entry whose namespaces fit, and whose name the pod names if it names one.
+        kubernetes_service: Name of the Service by whose endpoints the broker finds sidecars (its `kubernetes_service`): pods of
+            `kubernetes_namespace` get it as the label by which that Service selects, if they are of the first tenant there, which the
+            broker takes them for. None: sidecars are known by their registrations alone.
+        kubernetes_namespace: Namespace of that Service; a broker sees one alone.
         max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
     """
 
@@ -85,6 +90,8 @@ class WebhookSettings(ServiceSettings):
     sidecar_cpu: _Quantity = "500m"
     run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
     tenants: list[TenantEntry] = Field(default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS)
+    kubernetes_service: _LabelValue | None = None
+    kubernetes_namespace: _LabelValue | None = None
     max_reviews_per_s: float = Field(default=200.0, gt=0, le=100_000)
 
     @field_validator("sidecar_options")
@@ -94,6 +101,12 @@ class WebhookSettings(ServiceSettings):
             if _OWN_OPTIONS.fullmatch(name):
                 raise ValueError(f"{name} is decided by the webhook for each pod: leave it out")
         return options
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        if (self.kubernetes_service is None) != (self.kubernetes_namespace is None):
+            raise ValueError("kubernetes_service and kubernetes_namespace go together: set the other one too, or leave both out")
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -196,7 +196,7 @@ async def test_every_byte_of_a_record_flipped_is_a_miss(tier, tmp_path, arena):
         assert await get(tier, "a", arena=arena) == [MissReason.CORRUPT], f"byte {at}"
     path.write_bytes(record)
     assert await get(tier, "a", arena=arena) == [make_payload("a", 100)]
-    assert tier.stats()["refused_records"] == len(record)
+    assert tier.stats()["corrupt_chunks"] == len(record)
 
 
 async def test_foreign_things_in_the_place_of_a_record_are_misses(tier, tmp_path):

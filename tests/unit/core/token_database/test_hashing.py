@@ -8,12 +8,13 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.testing.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
-from lmcache_core.token_database.hashing import NO_EXTRAS, extras_of_chunks, tokens_as_uint32
+from lmcache_core.token_database.hashing import NO_EXTRAS, chain_hashes_of_bytes, extras_of_chunks, tokens_as_bytes, tokens_as_uint32
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
 span_lists = st.lists(
@@ -94,6 +95,31 @@ def test_token_ids_become_little_endian_words(tokens):
     for dtype in (np.int64, np.uint32, np.uint64, ">i8"):
         assert tokens_as_uint32(np.array(tokens, dtype=dtype)).tobytes() == want
     assert tokens_as_uint32(torch.tensor(tokens, dtype=torch.int64)).tobytes() == want
+    assert tokens_as_bytes(tokens) == want
+
+
+@pytest.mark.parametrize(("tokens", "said"), [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")])
+def test_token_ids_out_of_range_are_refused(tokens, said):
+    for convert in (tokens_as_bytes, tokens_as_uint32):
+        with pytest.raises(ValueError, match=said):
+            convert(tokens)
+
+
+def test_a_process_without_numpy_hashes_alike():
+    program = """
+import sys
+sys.modules["numpy"] = None
+from lmcache_core.token_database.hashing import chain_hashes_of_bytes, tokens_as_bytes
+print([h.hex() for _, _, h in chain_hashes_of_bytes(bytes(32), tokens_as_bytes(range(10)), 4)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[digest.hex() for digest in digests(np.arange(10))]}\n"
+
+
+@given(tokens_lists, span_lists)
+def test_bytes_make_the_chain_that_words_make(tokens, spans):
+    chain = chain_hashes_of_bytes(bytes(32), tokens_as_bytes(tokens), CHUNK_SIZE, spans)
+    assert [digest for _, _, digest in chain] == digests(tokens, spans)
 
 
 def test_hashes_are_the_same_in_every_process():

@@ -1,4 +1,4 @@
-"""What an HTTP client says of a server that hangs up."""
+"""What an HTTP client does and says when a server hangs up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.security import client_context
-from lmcache_core.wire.json_http import JsonHttpClient
+from lmcache_core.wire.json_http import MAX_ATTEMPTS, JsonHttpClient
 
 
 def hang_up(request: httpx.Request) -> httpx.Response:
@@ -27,4 +27,60 @@ async def test_a_certificate_is_spoken_of_until_something_is_answered(scheme: st
         with pytest.raises(UnavailableError) as caught:
             await client.call("GET", path)
         assert ("set my_cert_file" in str(caught.value)) is is_hinted, path
+    await client.close()
+
+
+class HangsUp:
+    """A server that hangs up on the next so many calls.
+
+    Attributes:
+        bodies: Of all calls.
+        num_left: On which it will.
+    """
+
+    def __init__(self, error: type[httpx.TransportError]) -> None:
+        self._error = error
+        self.bodies: list[bytes] = []
+        self.num_left = 0
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append(request.content)
+        if self.num_left:
+            self.num_left -= 1
+            raise self._error("gone")
+        return httpx.Response(200, json={})
+
+
+@pytest.mark.parametrize("error", [httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError])
+async def test_a_call_on_a_connection_that_is_closed_just_then_is_made_again(error: type[httpx.TransportError]) -> None:
+    server = HangsUp(error)
+    client = JsonHttpClient("broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer))
+    await client.open()
+    server.num_left = 1
+    with pytest.raises(UnavailableError):
+        await client.call("GET", "/")
+    assert len(server.bodies) == 1, "who has never answered speaks something else"
+    await client.call("GET", "/")
+    server.bodies.clear()
+    server.num_left = MAX_ATTEMPTS - 1
+    await client.exchange("POST", "/", b"body", {})
+    assert server.bodies == [b"body"] * MAX_ATTEMPTS
+    server.bodies.clear()
+    server.num_left = MAX_ATTEMPTS
+    with pytest.raises(UnavailableError, match=error.__name__):
+        await client.exchange("POST", "/", b"body", {})
+    assert len(server.bodies) == MAX_ATTEMPTS
+    await client.close()
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout, httpx.ConnectTimeout])
+async def test_who_is_away_is_not_asked_again(error: type[httpx.TransportError]) -> None:
+    server = HangsUp(error)
+    client = JsonHttpClient("broker", "http://b:1", None, 5.0, transport=httpx.MockTransport(server.answer))
+    await client.open()
+    await client.call("GET", "/")
+    server.num_left = 1
+    with pytest.raises(UnavailableError, match=error.__name__):
+        await client.call("GET", "/")
+    assert len(server.bodies) == 2
     await client.close()

@@ -2,6 +2,7 @@
 
 from lmcache_core.concurrency.bridge import LoopThread
 from lmcache_core.concurrency.supervisor import TaskSupervisor
+from lmcache_core.concurrency.together import run_together
 from lmcache_core.concurrency.workers import Workers
 
-__all__ = ["LoopThread", "TaskSupervisor", "Workers"]
+__all__ = ["LoopThread", "TaskSupervisor", "Workers", "run_together"]

@@ -8,7 +8,7 @@ from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Staged
-from lmcache_core.telemetry.request_context import Carried, Tracer, make_request_id, working_for
+from lmcache_core.telemetry.request_context import Carried, RequestIds, Tracer, working_for
 
 
 class TracedChunkStore:
@@ -22,6 +22,7 @@ class TracedChunkStore:
     def __init__(self, store: ChunkStore, tracer: Tracer) -> None:
         self._store = store
         self._tracer = tracer
+        self._ids = RequestIds()
 
     def open(self, on_salt: Callable[[str], None]) -> None:
         """See `ChunkStore.open`."""
@@ -36,19 +37,19 @@ class TracedChunkStore:
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
-        with working_for("engine lookup", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine lookup", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.lookup(keys, search_range)
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """See `ChunkStore.prefetch`."""
-        with working_for("engine prefetch", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine prefetch", Carried(self._ids.next()), self._tracer, is_server=False):
             self._store.prefetch(keys)
 
     def stage(
         self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
     ) -> Staged | None:
         """See `ChunkStore.stage`."""
-        with working_for("engine stage", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine stage", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.stage(ticket, chains, is_prefix=is_prefix, recompute_s=recompute_s)
 
     def unstage(self, tickets: Sequence[str]) -> None:
@@ -57,7 +58,7 @@ class TracedChunkStore:
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
-        with working_for("engine reserve", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine reserve", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.reserve(shapes, dtype)
 
     @property
@@ -67,12 +68,12 @@ class TracedChunkStore:
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `ChunkStore.put`."""
-        with working_for("engine put", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine put", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.put(chunks)
 
     def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
         """See `ChunkStore.get`."""
-        with working_for("engine get", Carried(make_request_id()), self._tracer, is_server=False):
+        with working_for("engine get", Carried(self._ids.next()), self._tracer, is_server=False):
             return self._store.get(keys, recompute_s, check_later)
 
     def reject(self, chunk: Chunk) -> None:

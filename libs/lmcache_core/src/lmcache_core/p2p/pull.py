@@ -246,6 +246,7 @@ class PeerPull:
     def _take(self, race: _Race, place: int, result: Result) -> None:
         figures = self._parts.figures
         if isinstance(result, Miss):
+            figures.corrupt_chunks += result.reason in _DAMAGED
             known = self._results[place]
             if isinstance(known, Miss) and known.reason in _SAYS_LITTLE:
                 self._results[place] = result
@@ -273,5 +274,6 @@ class PeerPull:
 
 _NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
 _PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
+_DAMAGED: Final = frozenset({MissReason.CORRUPT, MissReason.IDENTITY})
 _SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
 """What any other reason replaces: that the second holder is away says less than why the first did not serve."""

@@ -29,6 +29,7 @@ class PullFigures:
         pulled_chunks: Chunks that came.
         pulled_bytes: Bytes of these.
         wasted_bytes: Of chunks that came a second time.
+        corrupt_chunks: Chunks that came damaged, or were not what was asked for.
     """
 
     pulls: int = 0
@@ -40,6 +41,7 @@ class PullFigures:
     pulled_chunks: int = 0
     pulled_bytes: int = 0
     wasted_bytes: int = 0
+    corrupt_chunks: int = 0
 
 
 class PulledBytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde.codec import ChunkCodec
+from lmcache_core.serde.entropy.processor import settle_processor
 
 RAW = "naive"
 CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
@@ -40,9 +41,12 @@ def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
 
 def _create(name: str, threads: int) -> ChunkCodec:
     try:
+        settle_processor()  # before numba is imported, which the next line does
         from lmcache_core.serde.chunk_codec import CacheGenCodec
         from lmcache_core.serde.profiles import Profile
     except ModuleNotFoundError as exc:
-        raise ConfigError(f"serde {name!r} needs the package {exc.name!r}; install lmcache-core[codec]") from exc
+        raise ConfigError(
+            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run the image lmcache-sidecar-codec"
+        ) from exc
     level: Any = _PROFILES[name]
     return CacheGenCodec(None if level is None else Profile(level), threads)

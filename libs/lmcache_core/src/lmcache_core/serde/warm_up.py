@@ -1,6 +1,7 @@
 """Compiles the machine code of all codecs, so that no process has to: call it when an image is built or a package was installed.
 
-The code is kept beside the source, in `__pycache__`, for processors of this machine's kind; a later process reads it from there, also
+The code is kept beside the source, in `__pycache__`, for processors of this machine's kind (`--portable`: of a common kind, and all
+processes that use this package then look for that); a later process reads it from there, also
 where nothing can be written. `python -m lmcache_core.serde.warm_up` says where it lies and how long that took. No torch.
 """
 
@@ -14,6 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.serde.entropy.compiled import check_numba
+from lmcache_core.serde.entropy.processor import mark_common_processor
 from lmcache_core.serde.loops import load_loops
 
 
@@ -61,12 +64,19 @@ def warm_up() -> WarmUp:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Warm up and tell; 1 where the code cannot be kept, 2 where it cannot be made."""
     parser = argparse.ArgumentParser(prog="python -m lmcache_core.serde.warm_up", description=__doc__)
-    parser.parse_args(arguments)
+    parser.add_argument("--portable", action="store_true", help="for other machines too: code for a common kind of processor")
+    is_portable = parser.parse_args(arguments).portable
     try:
+        if is_portable:
+            check_numba()
+            print(f"for processors of the kind {mark_common_processor()}")
         found = warm_up()
     except ConfigError as exc:
         print(f"warm_up: {exc}", file=sys.stderr)
         return 2
+    except OSError as exc:
+        print(f"warm_up: the kind of processor cannot be kept: {exc}", file=sys.stderr)
+        return 1
     print(f"{found.num_compiled} loops compiled, {found.num_read} read, in {found.seconds:.1f} s; their code is kept in")
     print("\n".join(f"  {folder}" for folder in found.folders))
     if found.not_kept:

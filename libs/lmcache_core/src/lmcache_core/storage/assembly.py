@@ -38,7 +38,7 @@ def create_lower_tiers(
         ConfigError: The token file cannot be read, the URL is not one, or a serde's packages are not installed.
     """
     from lmcache_core.storage.codecs import create_codecs
-    from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, LoggedBackend, MeteredBackend
+    from lmcache_core.storage.wrappers import BreakerBackend, EncodedBackend, LoggedBackend, MeteredBackend, TracedBackend
     from lmcache_core.storage.wrappers.priced import PricedBackend
 
     disk_serde = config.local_disk_serde if config.local_disk is not None else None
@@ -69,7 +69,7 @@ def create_lower_tiers(
             config.remote_url, token, config.tier_timeout_s, accepts=accepts, locate=around.locate, tls=_tls(config)
         )
         tiers.append(EncodedBackend(remote, codecs, remote_serde, seals=seals))
-    return [PricedBackend(BreakerBackend(LoggedBackend(MeteredBackend(tier)))) for tier in tiers]
+    return [PricedBackend(BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(tier))))) for tier in tiers]
 
 
 def _tls(config: LMCacheEngineConfig) -> ClientTls | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
@@ -14,7 +14,8 @@ from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import Allocate, Chunk, Miss, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
-from lmcache_core.storage.hot_table import HotTable
+from lmcache_core.storage.hot_table import HeldChunk, HotTable
+from lmcache_core.telemetry.request_context import step
 
 if TYPE_CHECKING:
     import torch
@@ -39,27 +40,6 @@ class BoundedMemory(Protocol):
 
 
 OnKept = Callable[[Chunk], None]
-
-
-class HeldChunk(NamedTuple):
-    """What there is to tell of a chunk that a tier holds.
-
-    Attributes:
-        num_bytes: Of the whole record.
-        stored_at: When it was stored, seconds since the epoch; None: not known.
-        num_holders: References on its memory beside the tier's own: readers, pins, writes to slower tiers.
-        lossy: Whether its encoding has lost something.
-    """
-
-    num_bytes: int
-    stored_at: float | None
-    num_holders: int
-    lossy: bool
-
-    @classmethod
-    def of(cls, chunk: Chunk) -> HeldChunk:
-        """From a chunk that its tier holds."""
-        return cls(chunk.num_bytes, chunk.stored_at, chunk.memory.get_ref_count() - 1, chunk.lossy)
 
 
 class LocalCPUBackend(StorageBackend):
@@ -130,7 +110,7 @@ class LocalCPUBackend(StorageBackend):
 
         Counts as an access to all of them, the last one first: of a chain of chunks the head is then the most recent.
         """
-        with self._lock:
+        with step("tier Hot get"), self._lock:
             gone = self._table.expire(MAX_EXPIRED_PER_CALL, keys)
             found = [self._table.find(key) for key in keys]
             for chunk in reversed(found):
@@ -149,8 +129,9 @@ class LocalCPUBackend(StorageBackend):
         Returns:
             For each whether it is held now; False when memory had to be copied and there was no room, or by its tenant's quota.
         """
-        for chunk in reversed(chunks):
-            self._put(chunk)
+        with step("tier Hot put"):
+            for chunk in reversed(chunks):
+                self._put(chunk)
         return self.contains_many([chunk.key for chunk in chunks])
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss
 from lmcache_core.storage.eviction import Ledger
+
+
+class HeldChunk(NamedTuple):
+    """What there is to tell of a chunk that a tier holds.
+
+    Attributes:
+        num_bytes: Of the whole record.
+        stored_at: When it was stored, seconds since the epoch; None: not known.
+        num_holders: References on its memory beside the tier's own: readers, pins, writes to slower tiers.
+        lossy: Whether its encoding has lost something.
+    """
+
+    num_bytes: int
+    stored_at: float | None
+    num_holders: int
+    lossy: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> HeldChunk:
+        """From a chunk that its tier holds."""
+        return cls(chunk.num_bytes, chunk.stored_at, chunk.memory.get_ref_count() - 1, chunk.lossy)
 
 
 class HotTable:

@@ -5,11 +5,14 @@ Nothing here knows OpenTelemetry. A process that traces nothing has no tracer; t
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
 from typing import Final, NamedTuple, Protocol
 
 REQUEST_ID_HEADER: Final = "x-request-id"
@@ -77,6 +80,9 @@ class Carried(NamedTuple):
         return {name: value for name, value in named.items() if value}
 
 
+_NOBODYS: Final = Carried()
+
+
 class _Work(NamedTuple):
     request_id: str
     span: Span | None
@@ -85,9 +91,19 @@ class _Work(NamedTuple):
 _CURRENT: Final[ContextVar[_Work | None]] = ContextVar("lmcache_work", default=None)
 
 
-def make_request_id() -> str:
-    """A new one: 32 hex digits."""
-    return secrets.token_hex(16)
+class RequestIds:
+    """Makes ids of requests, 32 hex digits each: some that are drawn once, and a count. Thread-safe.
+
+    Drawing each would cost more than all the rest. They name requests in logs, and open nothing to who guesses one.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(10)
+        self._counts = itertools.count(1)
+
+    def next(self) -> str:
+        """A new one."""
+        return f"{self._prefix}{next(self._counts):012x}"
 
 
 def current_request_id() -> str:
@@ -104,9 +120,8 @@ def carried() -> Carried | None:
     return Carried(work.request_id, "" if work.span is None else work.span.traceparent)
 
 
-@contextmanager
-def working_for(name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True) -> Iterator[None]:
-    """Inside it, everything is done for that request.
+def working_for(name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True) -> AbstractContextManager[None]:
+    """Inside it, everything is done for that request. It is entered once.
 
     Args:
         name: What is done.
@@ -114,10 +129,8 @@ def working_for(name: str, came: Carried | None, tracer: Tracer | None, *, is_se
         tracer: Begins its span; None: nothing is traced.
         is_server: Whether it is another process's request.
     """
-    request_id, traceparent = came or Carried()
-    span = None if tracer is None else tracer.begin(name, traceparent, is_server=is_server)
-    with _inside(_Work(request_id, span)):
-        yield
+    request_id, traceparent = came or _NOBODYS
+    return _Inside(request_id, None if tracer is None else partial(tracer.begin, name, traceparent, is_server=is_server))
 
 
 def step(name: str) -> AbstractContextManager[None]:
@@ -125,17 +138,23 @@ def step(name: str) -> AbstractContextManager[None]:
     work = _CURRENT.get()
     if work is None or work.span is None:
         return _NOTHING
-    return _inside(_Work(work.request_id, work.span.child(name)))
+    return _Inside(work.request_id, partial(work.span.child, name))
 
 
-@contextmanager
-def _inside(work: _Work) -> Iterator[None]:
-    before = _CURRENT.set(work)
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        _CURRENT.reset(before)
-        if work.span is not None:
-            work.span.end(failed)
+class _Inside:
+    """Work from its begin to its end. No generator: this is entered for every request."""
+
+    __slots__ = ("_before", "_begin", "_request_id", "_span")
+
+    def __init__(self, request_id: str, begin: Callable[[], Span] | None) -> None:
+        self._request_id = request_id
+        self._begin = begin
+
+    def __enter__(self) -> None:
+        self._span = None if self._begin is None else self._begin()
+        self._before = _CURRENT.set(_Work(self._request_id, self._span))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _CURRENT.reset(self._before)
+        if self._span is not None:
+            self._span.end(kind is not None)

@@ -1,8 +1,27 @@
-"""From tokens to keys: the prefix hash chain."""
+"""From tokens to keys: the prefix hash chain.
+
+The databases, which need numpy, are resolved on first use: a process without it can hash.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
-from lmcache_core.token_database.chunked import ChunkedTokenDatabase
 from lmcache_core.token_database.hashing import chain_hashes, identity_root
-from lmcache_core.token_database.radix import RadixTokenDatabase
+
+if TYPE_CHECKING:
+    from lmcache_core.token_database.chunked import ChunkedTokenDatabase
+    from lmcache_core.token_database.radix import RadixTokenDatabase
+
+_RESOLVED_LATER = MappingProxyType({"ChunkedTokenDatabase": "chunked", "RadixTokenDatabase": "radix"})
 
 __all__ = ["ChunkedTokenDatabase", "MultimodalSpan", "RadixTokenDatabase", "TokenDatabase", "chain_hashes", "identity_root"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RESOLVED_LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The identity chain: what a chunk hash covers, byte by byte.
+"""The identity chain: what a chunk hash covers, byte by byte. Only `tokens_as_uint32` needs numpy.
 
 Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
 """
@@ -10,13 +10,12 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.keys import MAX_TOKEN_ID, CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 IDENTITY_VERSION = b"lmcache/identity/1"
@@ -52,6 +51,8 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
     Raises:
         ValueError: Not a 1-D sequence of integers in 0 … 2^32-1.
     """
+    import numpy as np
+
     array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must have one dimension, not shape {array.shape}")
@@ -66,6 +67,19 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(array, dtype="<u4")
 
 
+def tokens_as_bytes(token_ids: Sequence[int]) -> bytes:
+    """What `tokens_as_uint32` holds, without numpy: for processes that hash few prompts.
+
+    Raises:
+        ValueError: A token id is outside 0 … 2^32-1.
+    """
+    if token_ids and min(token_ids) < 0:
+        raise ValueError(f"token id {min(token_ids)} is negative")
+    if token_ids and max(token_ids) > MAX_TOKEN_ID:
+        raise ValueError(f"token id {max(token_ids)} is above 2^32-1")
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
 def chain_hashes(
     root: bytes, tokens: npt.NDArray[np.uint32], chunk_size: int, spans: Sequence[MultimodalSpan] = (), first: int = 0
 ) -> Iterator[tuple[int, int, bytes]]:
@@ -78,8 +92,14 @@ def chain_hashes(
         spans: Multimodal contents; each enters the hash of every chunk that it overlaps.
         first: Where to begin, a multiple of `chunk_size`.
     """
-    num_tokens = len(tokens)
-    data = tokens.view(np.uint8).data
+    return chain_hashes_of_bytes(root, tokens.view("u1").data, chunk_size, spans, first)
+
+
+def chain_hashes_of_bytes(
+    root: bytes, data: bytes | memoryview, chunk_size: int, spans: Sequence[MultimodalSpan] = (), first: int = 0
+) -> Iterator[tuple[int, int, bytes]]:
+    """As `chain_hashes`, of what `tokens_as_bytes` returns."""
+    num_tokens = len(data) // TOKEN_BYTES
     extras = extras_of_chunks(spans, num_tokens, chunk_size)
     # A copy of a digest that has read the tag, and updates instead of one joined message: the fewest copies per chunk.
     tagged = hashlib.sha256(CHUNK_TAG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
@@ -218,7 +219,8 @@ class LmClient:
         if self._attempt is None:
             if self._backoff.wait_s > 0:
                 raise UnavailableError(f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s")
-            self._attempt = asyncio.get_running_loop().create_task(self._open_connection())
+            # What is told of a connection later belongs to no request, least of all to the one that happened to open it.
+            self._attempt = asyncio.get_running_loop().create_task(self._open_connection(), context=Context())
             self._attempt.add_done_callback(self._attempted)
         attempt = self._attempt
         try:

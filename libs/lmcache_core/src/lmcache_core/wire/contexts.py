@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lmcache_core.errors import ProtocolError
 from lmcache_core.telemetry.request_context import Carried, Tracer, working_for
@@ -11,6 +13,8 @@ from lmcache_core.wire import messages
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.served import ServerLimits
 from lmcache_core.wire.stream import FrameStream
+
+logger = logging.getLogger(__name__)
 
 
 class Contexts:
@@ -46,4 +50,11 @@ class Contexts:
         came, self._came = self._came, None
         if came is None and self._tracer is None:
             return nullcontext()
-        return working_for(f"lm {kind.name}", came, self._tracer)
+        return _told(f"lm {kind.name}", came, self._tracer)
+
+
+@contextmanager
+def _told(name: str, came: Carried | None, tracer: Tracer | None) -> Iterator[None]:
+    with working_for(name, came, tracer):
+        yield
+        logger.debug("%s is answered", name)

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _HUNG_UP: Final = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
+MAX_ATTEMPTS: Final = 3
 MAX_RESPONSE_BYTES: Final = 64 << 20
 MAX_CONNECTIONS: Final = 16
 MAX_SHOWN_CHARS: Final = 200
@@ -140,6 +141,9 @@ class JsonHttpClient:
     ) -> Reply:
         """Make one call with any body, and hand out any answer.
 
+        A replica that ends closes the connections that are kept to it, and a call may be on its way just then. Such a call is made again,
+        on another connection and within the same limit: no call of ours does harm when it is made twice.
+
         Args:
             method: HTTP method.
             path: Below the base URL.
@@ -154,11 +158,17 @@ class JsonHttpClient:
             raise UnavailableError(f"{self._name}: the client is not open")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._client.stream(method, path, content=content, headers={**headers, **_whose()}, timeout=limit_s) as response,
-            ):
-                data = await self._read(response)
+            async with asyncio.timeout(limit_s):
+                for attempt in range(MAX_ATTEMPTS):
+                    try:
+                        async with self._client.stream(
+                            method, path, content=content, headers={**headers, **_whose()}, timeout=limit_s
+                        ) as response:
+                            data = await self._read(response)
+                        break
+                    except _HUNG_UP:
+                        if attempt + 1 == MAX_ATTEMPTS or not self._was_answered:
+                            raise
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
             hint = why_silent(self._tls) if isinstance(exc, _HUNG_UP) and not self._was_answered else ""
             raise UnavailableError(f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint) from exc

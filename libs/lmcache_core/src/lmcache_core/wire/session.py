@@ -143,7 +143,7 @@ class Session:
             header = await self._next_header()
             if header is not None and header.type is FrameType.CONTEXT:
                 await self._contexts.take(header, self._last_id)
-                header = await self._next_header()
+                header = _of_context(header.correlation_id, await self._next_header())
             if header is None:
                 return
             self._check_token()
@@ -292,6 +292,13 @@ class Session:
     async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
         async with asyncio.timeout(self._limits.transfer_s(sum(len(part) for part in blob))):
             await self._stream.send_message(correlation_id, message, *blob)
+
+
+def _of_context(told: int, header: FrameHeader | None) -> FrameHeader | None:
+    """The header behind a CONTEXT frame: of its own request, since another one's name must not stand beside this one in logs."""
+    if header is not None and header.correlation_id != told:
+        raise ProtocolError(f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it does not belong")
+    return header
 
 
 def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: Message) -> str:

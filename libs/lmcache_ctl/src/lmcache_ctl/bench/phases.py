@@ -10,11 +10,13 @@ from typing import Final
 
 from lmcache_core.errors import LMCacheError
 
-from lmcache_ctl.bench.report import Latency, Load, Phase
+from lmcache_ctl.bench.report import Latency, Phase, Step
 
 CALL_TIMEOUT_S: Final = 10.0
 PAUSE_S: Final = 0.1
 """After a call that failed."""
+TELL_S: Final = 0.2
+"""Between two words on how far it is."""
 
 
 class Done:
@@ -29,6 +31,7 @@ class Done:
 
 Call = Callable[[], Awaitable[Done | None]]
 """One call to the target; None: there is nothing more to do."""
+Tell = Callable[[Step], None]
 
 
 class PhaseRun:
@@ -36,26 +39,32 @@ class PhaseRun:
 
     Args:
         name: Of the phase.
-        load: How many at once.
+        concurrency: How many at once.
         seconds: How long at most.
+        tell: Called again and again with how far it is.
     """
 
-    def __init__(self, name: str, load: Load, seconds: float) -> None:
+    def __init__(self, name: str, concurrency: int, seconds: float, tell: Tell) -> None:
         self._name = name
-        self._load = load
+        self._concurrency = concurrency
         self._seconds = seconds
+        self._tell = tell
         self._latencies: list[float] = []
         self._sum = Done()
         self._failed: Counter[str] = Counter()
 
     async def run(self, call: Call) -> Phase:
-        """Make the calls, and measure them."""
+        """Make the calls, and measure them; errors of `CtlError` that a call raises end it."""
         started = time.perf_counter()
         ends = started + self._seconds
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._load.concurrency):
-                group.create_task(self._work(call, ends))
+        telling = asyncio.create_task(self._telling(started))
+        try:
+            await self._all(call, ends)
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
         seconds = time.perf_counter() - started
+        self._tell(Step(self._name, 1.0, len(self._latencies), is_over=True))
         done = self._sum
         return Phase(
             self._name,
@@ -63,11 +72,27 @@ class PhaseRun:
             done.num_chunks,
             done.num_bytes,
             round(seconds, 3),
+            round(len(self._latencies) / seconds, 1),
             round(done.num_bytes / seconds),
             _latency(self._latencies),
             dict(done.not_done),
             dict(self._failed),
         )
+
+    async def _all(self, call: Call, ends: float) -> None:
+        workers = [asyncio.create_task(self._work(call, ends)) for _ in range(self._concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _telling(self, started: float) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            share = min(1.0, (time.perf_counter() - started) / self._seconds)
+            self._tell(Step(self._name, share, len(self._latencies), is_over=False))
 
     async def _work(self, call: Call, ends: float) -> None:
         while time.perf_counter() < ends:
@@ -97,4 +122,4 @@ def _latency(seconds: Sequence[float]) -> Latency | None:
 
 def no_fetch() -> Phase:
     """Nothing was stored that could be fetched."""
-    return Phase("fetch", 0, 0, 0, 0.0, 0.0, None, {}, {})
+    return Phase("fetch", 0, 0, 0, 0.0, 0.0, 0.0, None, {}, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -12,22 +12,39 @@ SCHEMES: Final = ("lm://", "lm+tls://", "http://", "https://")
 MAX_CHUNK_BYTES: Final = 256 << 20
 MAX_TOTAL_BYTES: Final = 64 << 30
 MAX_CHUNKS: Final = 65_536
+CONNECT: Final = "connect"
+ROUND_TRIP: Final = "round trip"
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What is to be done: where, for how long (seconds), with which sizes (bytes)."""
+    """What is to be done.
 
+    Attributes:
+        target: `storage` or `lookup`.
+        url: Of the server that is measured.
+        seconds: How long, all phases together.
+        num_chunks: That are stored, or known to the index.
+        chunk_bytes: Of each; 0 for lookups, which carry none.
+        concurrency: Calls at once.
+        batch: Chunks in a call.
+    """
+
+    target: str
     url: str
     seconds: float
+    num_chunks: int
     chunk_bytes: int
-    total_bytes: int
     concurrency: int
     batch: int
 
-    @property
-    def num_chunks(self) -> int:
-        """How many chunks there are."""
-        return max(1, self.total_bytes // self.chunk_bytes)
+
+class Step(NamedTuple):
+    """How far a phase is: its share of the time, and the calls that were answered."""
+
+    phase: str
+    share: float
+    num_calls: int
+    is_over: bool
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -43,14 +60,16 @@ class Phase(msgspec.Struct, frozen=True):
     """One kind of calls.
 
     Attributes:
-        name: `store` or `fetch`.
+        name: `connect` (a connection is opened, nothing asked), `round trip` (the smallest call there is, one after the other), `store`,
+            `fetch` or `lookup`.
         num_calls: That were answered.
-        num_chunks: That were stored, or came back as they were stored.
+        num_chunks: That were stored, came back as they were stored, or were found.
         num_bytes: Their payloads.
         seconds: How long it took.
+        calls_per_s: Calls a second.
         bytes_per_s: Payload bytes a second.
         latency_ms: Of one call; None without any.
-        not_done: Chunks that were not stored or did not come back, by the reason.
+        not_done: Chunks that were not stored, did not come back or were not found, by the reason.
         failed_calls: Calls that failed, by what they said.
     """
 
@@ -59,10 +78,16 @@ class Phase(msgspec.Struct, frozen=True):
     num_chunks: int
     num_bytes: int
     seconds: float
+    calls_per_s: float
     bytes_per_s: float
     latency_ms: Latency | None
     not_done: dict[str, int]
     failed_calls: dict[str, int]
+
+    @property
+    def is_of_the_way(self) -> bool:
+        """Whether it measures the way there, and carries no chunks."""
+        return self.name in (CONNECT, ROUND_TRIP)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -70,7 +95,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         load: What was done.
-        phases: Storing, then fetching.
+        phases: The way there, then the work.
         num_removed: Chunks removed at the end.
         num_left: Chunks that are still there.
     """
@@ -82,22 +107,19 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def is_well(self) -> bool:
-        """Whether no call failed, chunks came back, and none is left."""
-        return not self.num_left and all(phase.num_chunks and not phase.failed_calls for phase in self.phases)
+        """Whether no call failed, chunks came back or were found, and none is left."""
+        return not self.num_left and all((phase.num_chunks or phase.is_of_the_way) and not phase.failed_calls for phase in self.phases)
 
 
-def checked_load(load: Load) -> Load:
-    """The same.
+def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
+    """How many chunks of that size are that much.
 
     Raises:
-        UsageError: The URL is none of a cache_storage, or a size is beyond its bound.
+        UsageError: A size is beyond its bound.
     """
-    if not load.url.startswith(SCHEMES):
-        raise UsageError(f"{load.url!r} is no cache_storage: its URL begins with one of {', '.join(SCHEMES)}")
-    if load.chunk_bytes > MAX_CHUNK_BYTES:
-        raise UsageError(f"a chunk of {load.chunk_bytes} bytes is beyond {MAX_CHUNK_BYTES}: give a smaller --size")
-    if load.total_bytes > MAX_TOTAL_BYTES or load.num_chunks > MAX_CHUNKS:
-        raise UsageError(
-            f"{load.num_chunks} chunks, {load.total_bytes} bytes: at most {MAX_CHUNKS} and {MAX_TOTAL_BYTES}; give a smaller --total"
-        )
-    return load
+    num_chunks = max(1, total_bytes // chunk_bytes)
+    if chunk_bytes > MAX_CHUNK_BYTES:
+        raise UsageError(f"a chunk of {chunk_bytes} bytes is beyond {MAX_CHUNK_BYTES}: give a smaller --size")
+    if total_bytes > MAX_TOTAL_BYTES or num_chunks > MAX_CHUNKS:
+        raise UsageError(f"{num_chunks} chunks, {total_bytes} bytes: at most {MAX_CHUNKS} and {MAX_TOTAL_BYTES}; give a smaller --total")
+    return num_chunks

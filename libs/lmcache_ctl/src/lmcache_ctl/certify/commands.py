@@ -9,6 +9,7 @@ import typer
 
 from lmcache_ctl.codec.commands import DEFAULT_TOKENS, MAX_TOKENS, checked_profiles
 from lmcache_ctl.errors import UsageError
+from lmcache_ctl.examples import examples_of
 from lmcache_ctl.output import Output, OutputFormat, show
 
 DEFAULT_MAX_ERROR = 0.15
@@ -17,7 +18,7 @@ DEFAULT_MIN_RATIO = 1.0
 app = typer.Typer(no_args_is_help=True, help="Gates that something must pass before it is used: exit code 1 when it does not.")
 
 
-@app.command()
+@app.command(epilog=examples_of("certify codec"))
 def codec(
     kv: Annotated[Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")] = None,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text.")] = None,

@@ -46,6 +46,7 @@ class Service(msgspec.Struct, frozen=True):
         host: The header `Host` where that is not the host of the URL; None: it is.
         problem: Why it cannot be asked; "" if it can.
         socket_path: Unix socket that leads to it; None: its URL does.
+        forwarded: Whether it is reached through the Kubernetes API.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Service(msgspec.Struct, frozen=True):
     host: str | None = None
     problem: str = ""
     socket_path: str | None = None
+    forwarded: bool = False
 
 
 def services_of(settings: CtlSettings) -> list[Service]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.examples import examples_of
 from lmcache_ctl.options import reaches
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
@@ -29,7 +30,7 @@ def checked_profiles(profiles: list[str]) -> list[str]:
     return profiles or list(CODEC_NAMES)
 
 
-@app.command()
+@app.command(epilog=examples_of("codec stats"))
 @reaches(Kind.SIDECAR)
 def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show what the codecs of a sidecar did since its start.
@@ -45,7 +46,7 @@ def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     show(reach.ask_one(Kind.SIDECAR, fetch_stats), output, print_stats)
 
 
-@app.command()
+@app.command(epilog=examples_of("codec inspect"))
 def inspect(
     paths: Annotated[list[Path], typer.Argument(metavar="FILE", help="Record files, or directories with such (*.kvr) below them.")],
     output: Output = OutputFormat.TABLE,
@@ -64,7 +65,7 @@ def inspect(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-@app.command()
+@app.command(epilog=examples_of("codec measure"))
 def measure(
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up KV in the shape of Llama-3.1-8B (the default).")] = False,
     kv: Annotated[

@@ -30,9 +30,10 @@ def doctor(
 
     Looks at services (there, ready, token, certificates, versions, clocks),
     at settings files and what they need of this machine (files, shared
-    memory, disk, limits, Redis), and at a release's objects in Kubernetes.
+    memory, disk, limits, addresses, Redis), and at a release's objects in Kubernetes.
     With settings files alone no service is asked. Exits with 1 for errors.
     """
+    from lmcache_ctl.doctor.addresses import check_addresses
     from lmcache_ctl.doctor.configuration import check_files, parse_config_file
     from lmcache_ctl.doctor.findings import diagnosis_of, print_diagnosis
     from lmcache_ctl.doctor.machine import check_machine
@@ -40,7 +41,7 @@ def doctor(
 
     settings = reach.settings
     findings, loaded = check_files([parse_config_file(text) for text in check_config or []])
-    findings += [*check_machine(loaded), *check_redis(loaded, settings.timeout_s)]
+    findings += [*check_machine(loaded), *check_addresses(loaded, settings.timeout_s), *check_redis(loaded, settings.timeout_s)]
     if settings.names_cluster:
         from lmcache_ctl.doctor.objects import check_objects
 

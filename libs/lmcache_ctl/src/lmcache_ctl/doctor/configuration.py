@@ -80,9 +80,8 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
             )
             continue
         except LMCacheError as exc:
-            findings += [
-                Finding(Level.ERROR, CHECK, where, line, "correct it; the service ends with code 2 on it") for line in str(exc).splitlines()
-            ]
+            fix = "correct it; the engine does not start on it" if file.kind == ENGINE else "correct it; the service ends with code 2 on it"
+            findings += [Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()]
             continue
         findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
         if settings is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -112,23 +113,43 @@ class Cluster:
         return f"the Kubernetes API answered {status} ({reason}) to {what} in namespace {self.namespace}"
 
 
+class _Complaints(logging.Handler):
+    """What the loader only logs: that a command which should print credentials has failed. It would go on without any."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage().splitlines()[0])
+
+
 def _load(settings: CtlSettings) -> tuple[Any, str]:
     """The configuration, and the namespace of the context."""
     try:
+        import yaml
         from kubernetes import client, config
     except ModuleNotFoundError as exc:
         raise UsageError(NOT_INSTALLED) from exc
     configuration = client.Configuration()
+    configuration.retries = 0  # a call has one deadline, and is not told of again and again
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
     if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
         config.load_incluster_config(client_configuration=configuration)
         return configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    complaints = _Complaints()
+    logging.getLogger().addHandler(complaints)
     try:
         contexts, active = config.list_kube_config_contexts(named)
         chosen = active if settings.context is None else next((one for one in contexts if one["name"] == settings.context), None)
         if chosen is None:
             raise UsageError(f"context {settings.context!r} is not in the kubeconfig: it has {', '.join(one['name'] for one in contexts)}")
         config.load_kube_config(named, settings.context, client_configuration=configuration)
-    except (config.ConfigException, OSError) as exc:
-        raise UsageError(f"no usable kubeconfig ({exc}): give one by --kubeconfig") from exc
+    except (config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        why = str(exc).splitlines()[0] if isinstance(exc, config.ConfigException | OSError) and str(exc) else "it is damaged"
+        raise UsageError(f"no usable kubeconfig ({why}): give one by --kubeconfig") from exc
+    finally:
+        logging.getLogger().removeHandler(complaints)
+    if complaints.texts:
+        raise UsageError(f"no usable kubeconfig (no credentials: {complaints.texts[0]}): log in again, or mend its users")
     return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)

@@ -1,4 +1,4 @@
-"""A port of a pod behind a Unix socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
+"""A port of a pod behind a socket on this machine: port-forward through the Kubernetes API, one stream for each connection."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ MAX_STREAMS: Final = 16
 JOIN_S: Final = 2.0
 POLL_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
+END_S: Final = 1.0
+"""For the API to take leave of a stream."""
+LOOPBACK: Final = "127.0.0.1"
 
 
 class PodPort:
@@ -26,15 +29,15 @@ class PodPort:
         cluster: Where the pod is.
         pod: Its name.
         port: The port in it; that may be on its loopback.
-        path: Of the socket.
+        path: Of the Unix socket; None for a TCP port on loopback, which anybody on this machine may connect to.
     """
 
-    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path) -> None:
+    def __init__(self, cluster: Cluster, pod: str, port: int, path: Path | None) -> None:
         self._cluster = cluster
         self._pod = pod
         self._port = port
         self._path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX, socket.SOCK_STREAM)
         self._is_over = threading.Event()
         self._room = threading.BoundedSemaphore(MAX_STREAMS)
         self._threads: list[threading.Thread] = []
@@ -42,11 +45,17 @@ class PodPort:
 
     def __enter__(self) -> Self:
         """Begin to listen."""
-        self._listener.bind(str(self._path))
+        self._listener.bind((LOOPBACK, 0) if self._path is None else str(self._path))
         self._listener.listen(MAX_STREAMS)
         self._listener.settimeout(POLL_S)
         self._start(self._accept)
         return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, without a path."""
+        host, port = self._listener.getsockname()
+        return str(host), int(port)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         """End the streams; one that the API has not answered is left behind, and ends with the process."""
@@ -77,14 +86,17 @@ class PodPort:
 
     def _serve(self, near: socket.socket) -> None:
         from kubernetes.client.exceptions import ApiException
+        from websocket import WebSocketException
+
+        from lmcache_ctl.kube.stream import open_stream
 
         try:
             with near:
                 self._opening.add(threading.current_thread())
                 try:
-                    forward = self._open()
-                except (ApiException, OSError) as exc:
-                    _refuse(near, self._cluster.refusal("port-forward", getattr(exc, "status", None) or None, _reason(exc)))
+                    forward = open_stream(self._cluster, self._pod, self._port)
+                except (ApiException, OSError, WebSocketException) as exc:
+                    _refuse(near, self._cluster.refusal("port-forward", _status(exc), _reason(exc)))
                     return
                 finally:
                     self._opening.discard(threading.current_thread())
@@ -92,19 +104,20 @@ class PodPort:
                 try:
                     num_back = self._pump(near, far)
                 finally:
-                    far.close()
+                    forward.close()  # its thread sees that, and takes leave of the API
+                    forward.has_ended.wait(END_S)
                 if not num_back and not self._is_over.is_set():
-                    _refuse(near, f"nothing listens at port {self._port} of pod {self._pod} ({forward.error(self._port) or 'closed'})")
+                    _refuse(near, self._silence(forward.error(self._port)))
         finally:
             self._room.release()
 
-    def _open(self) -> Any:
-        """With a client of its own: while a stream is opened the client can do nothing else."""
-        from kubernetes import client
-        from kubernetes.stream import portforward
-
-        api = client.CoreV1Api(self._cluster.client())
-        return portforward(api.connect_get_namespaced_pod_portforward, self._pod, self._cluster.namespace, ports=str(self._port))
+    def _silence(self, error: str | None) -> str:
+        """Why nothing came back."""
+        if error:
+            return f"nothing listens at port {self._port} of pod {self._pod} ({error})"
+        return (
+            f"the connection to port {self._port} of pod {self._pod} was closed before an answer: try again; perhaps it wants https (--tls)"
+        )
 
     def _pump(self, near: socket.socket, far: Any) -> int:
         """Both ways until one side ends; the bytes that came back."""
@@ -130,6 +143,11 @@ def _refuse(near: socket.socket, why: str) -> None:
         near.sendall(head.encode() + body)
     except OSError:  # whoever asked has gone
         return
+
+
+def _status(exc: Exception) -> int | None:
+    """Of an answer that is none of a WebSocket, too."""
+    return getattr(exc, "status", None) or getattr(exc, "status_code", None)
 
 
 def _reason(exc: Exception) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 from lmcache_ctl.cluster.services import DEFAULT_PORTS, Kind, Service
 from lmcache_ctl.errors import CtlError
@@ -15,11 +16,13 @@ from lmcache_ctl.kube.forward import PodPort
 from lmcache_ctl.settings import CtlSettings
 
 OF_THE_CHART: Final = "app.kubernetes.io/part-of=lmcache"
-INJECTED: Final = "lmcache.io/inject=true"
+INJECTED: Final = "lmcache.io/injected=true"
 COMPONENT: Final = "app.kubernetes.io/component"
 RELEASE: Final = "app.kubernetes.io/instance"
 SIDECAR_CONTAINERS: Final = frozenset({"sidecar", "lmcache-sidecar"})
 PORT_NAME: Final = "http"
+LM_PORT_NAME: Final = "lm"
+DEFAULT_LM_PORT: Final = 65432
 MAX_FORWARDED: Final = 256
 FORWARDED_NAME: Final = "localhost"
 """What certificates of the chart name beside a pod's service: a forwarded connection ends there."""
@@ -49,44 +52,85 @@ def pods_of(cluster: Cluster, release: str | None) -> list[Any]:
     return found
 
 
-def services_in(pods: Sequence[Any]) -> list[PodService]:
-    """The services that run in these pods; those whose work is over are left out."""
+def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodService]:
+    """The services that run in these pods, and their ports of that name; those whose work is over are left out."""
     found = []
     for pod in pods:
         kind = _kind(pod)
         if kind is not None and pod.status.phase not in ("Succeeded", "Failed"):
             waits = "" if pod.status.phase == "Running" else f"its pod is {pod.status.phase}: kubectl describe pod {pod.metadata.name}"
-            found.append(PodService(kind, pod.metadata.name, _port(pod, kind), waits))
+            found.append(PodService(kind, pod.metadata.name, _port(pod, kind, port_name), waits))
     return found
 
 
-@contextlib.contextmanager
-def forwarded_services(settings: CtlSettings, kinds: Sequence[Kind]) -> Iterator[list[Service]]:
-    """The services of a namespace, each behind a socket in a directory of its own, for as long as the block lasts.
+class PodWays:
+    """Ways to the services of a namespace, each behind a socket in a directory of its own. Enter it, so that they are closed.
+
+    Args:
+        settings: Which cluster, namespace and release.
+        kinds: Of which services.
+        port_name: `http`, or `lm` for that of cache_storage, which is then behind a port on loopback.
 
     Raises:
-        CtlError: The API cannot be reached, or refuses, or there are too many.
+        UsageError: The kubeconfig cannot be used.
     """
-    with contextlib.ExitStack() as ways:
-        cluster = ways.enter_context(Cluster(settings))
-        yield _forwarded(cluster, settings, kinds, ways)
 
+    def __init__(self, settings: CtlSettings, kinds: Sequence[Kind], port_name: str = PORT_NAME) -> None:
+        self._settings = settings
+        self._kinds = kinds
+        self._port_name = port_name
+        self._open = ExitStack()
+        self._cluster = self._open.enter_context(Cluster(settings))
+        self._directory = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
+        self._ways: dict[PodService, tuple[Service, ExitStack]] = {}
+        self._num_opened = 0
 
-def _forwarded(cluster: Cluster, settings: CtlSettings, kinds: Sequence[Kind], ways: contextlib.ExitStack) -> list[Service]:
-    found = [one for one in services_in(pods_of(cluster, settings.release)) if one.kind in kinds]
-    if len(found) > MAX_FORWARDED:
-        raise CtlError(f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name a --release")
-    scheme = "http" if settings.tls is None else "https"
-    tls_name = settings.tls_name or FORWARDED_NAME
-    directory = Path(ways.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
-    services = []
-    for number, one in enumerate(found):
-        url = f"{scheme}://{one.pod}.{cluster.namespace}:{one.port}"
-        path = directory / f"{number}.sock"
+    def __enter__(self) -> Self:
+        """Forwards nothing before `find`."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Close all of them."""
+        with self._open:
+            for one in list(self._ways):
+                self._forget(one)
+
+    def find(self) -> list[Service]:
+        """The services that are there now. Ways to those that were there before stay as they are; those of pods that went are closed.
+
+        Raises:
+            CtlError: The API cannot be reached, or refuses, or there are too many; nothing has changed.
+        """
+        pods = services_in(pods_of(self._cluster, self._settings.release), self._port_name)
+        found = [one for one in pods if one.kind in self._kinds]
+        if len(found) > MAX_FORWARDED:
+            raise CtlError(f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name a --release")
+        for gone in self._ways.keys() - set(found):
+            self._forget(gone)
+        for one in found:
+            if one not in self._ways:
+                self._ways[one] = self._opened(one)
+        return [self._ways[one][0] for one in found]
+
+    def _opened(self, one: PodService) -> tuple[Service, ExitStack]:
+        way, is_encrypted = ExitStack(), self._settings.tls is not None
+        tls_name = self._settings.tls_name or FORWARDED_NAME
+        if self._port_name == LM_PORT_NAME:
+            host, port = one.pod, one.port
+            if not one.problem:
+                host, port = way.enter_context(PodPort(self._cluster, one.pod, one.port, None)).address
+            url = f"{'lm+tls' if is_encrypted else 'lm'}://{host}:{port}"
+            return Service(one.kind, one.pod, url, tls_name, problem=one.problem, forwarded=True), way
+        self._num_opened += 1
+        path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
-            ways.enter_context(PodPort(cluster, one.pod, one.port, path))
-        services.append(Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path)))
-    return services
+            way.enter_context(PodPort(self._cluster, one.pod, one.port, path))
+        url = f"{'https' if is_encrypted else 'http'}://{one.pod}.{self._cluster.namespace}:{one.port}"
+        return Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path), forwarded=True), way
+
+    def _forget(self, one: PodService) -> None:
+        _, way = self._ways.pop(one)
+        way.close()
 
 
 def _kind(pod: Any) -> Kind | None:
@@ -96,14 +140,14 @@ def _kind(pod: Any) -> Kind | None:
     return Kind.SIDECAR if any(one.name in SIDECAR_CONTAINERS for one in _containers(pod)) else None
 
 
-def _port(pod: Any, kind: Kind) -> int:
+def _port(pod: Any, kind: Kind, name: str) -> int:
     """A sidecar's is on loopback and so not declared."""
     if kind is not Kind.SIDECAR:
         for container in _containers(pod):
             for port in container.ports or ():
-                if port.name == PORT_NAME:
+                if port.name == name:
                     return int(port.container_port)
-    return DEFAULT_PORTS[kind]
+    return DEFAULT_PORTS[kind] if name == PORT_NAME else DEFAULT_LM_PORT
 
 
 def _containers(pod: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.examples import examples_of
 from lmcache_ctl.options import reaches
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
@@ -16,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="The lookup service: who holds whic
 ChunkIds = Annotated[list[str], typer.Argument(metavar="CHUNK_ID", help="Chunk ids, 32 hex digits each, in the order of the prompt.")]
 
 
-@app.command()
+@app.command(epilog=examples_of("lookup status"))
 @reaches(Kind.LOOKUP)
 def status(
     reach: Reach,
@@ -33,7 +34,7 @@ def status(
     show(found, output, print_status)
 
 
-@app.command()
+@app.command(epilog=examples_of("lookup tenants"))
 @reaches(Kind.LOOKUP)
 def tenants(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
@@ -43,7 +44,7 @@ def tenants(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     show(all_tenants(reach), output, lambda found: print_text("\n".join(found) or "no tenant has stored anything"))
 
 
-@app.command()
+@app.command(epilog=examples_of("lookup prefix"))
 @reaches(Kind.LOOKUP)
 def prefix(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
     """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1 when not all are."""
@@ -56,7 +57,7 @@ def prefix(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABL
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=examples_of("lookup locations"))
 @reaches(Kind.LOOKUP)
 def locations(
     reach: Reach,
@@ -72,7 +73,7 @@ def locations(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=examples_of("lookup route"))
 @reaches(Kind.LOOKUP)
 def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
     """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when none holds any."""

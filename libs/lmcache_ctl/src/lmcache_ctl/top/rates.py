@@ -46,29 +46,35 @@ class Moment(msgspec.Struct, frozen=True):
         seconds: Between the two looks.
         services: In the order that they were asked in.
         links: The peers that brokers know, and how many pulls each serves.
+        problem: Why services could not be found anew, "" where they were.
     """
 
     seconds: float
     services: list[Rates]
     links: list[Link]
+    problem: str = ""
 
 
-def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], seconds: float) -> Moment:
+def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], seconds: float, problem: str = "") -> Moment:
     """From two looks.
 
     Args:
         before: The first.
-        after: The second, at the same services in the same order.
+        after: The second; services may have come and gone meanwhile.
         seconds: Between them.
+        problem: Why it is not known whether they have.
     """
-    rates = [rates_of(first, second, seconds) for first, second in zip(before, after, strict=True)]
+    earlier = {(state.kind, state.url): state for state in before}
+    rates = [rates_of(earlier.get((state.kind, state.url)), state, seconds) for state in after]
     links = {link.id: link for state in after for link in state.links}
-    return Moment(round(seconds, 3), rates, [links[name] for name in sorted(links)])
+    return Moment(round(seconds, 3), rates, [links[name] for name in sorted(links)], problem)
 
 
-def rates_of(before: ServiceState, after: ServiceState, seconds: float) -> Rates:
-    """One service; one that has restarted in between, or was not seen, has nothing to compare with."""
-    can_compare = State.SILENT not in (before.state, after.state) and not _has_restarted(before.traffic, after.traffic)
+def rates_of(before: ServiceState | None, after: ServiceState, seconds: float) -> Rates:
+    """One service; one that has come or restarted in between, or was not seen, has nothing to compare with."""
+    is_new = before is None
+    before = before or after
+    can_compare = not is_new and State.SILENT not in (before.state, after.state) and not _has_restarted(before.traffic, after.traffic)
 
     def rate(figure: str) -> float | None:
         apart = getattr(after.traffic, figure) - getattr(before.traffic, figure)

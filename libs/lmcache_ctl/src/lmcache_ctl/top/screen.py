@@ -25,6 +25,8 @@ def screen_of(found: Moment) -> RenderableType:
 
 def _parts(found: Moment) -> Iterator[RenderableType]:
     yield Text(f"{len(found.services)} services, over {found.seconds:.1f} s")
+    if found.problem:
+        yield Text(plain(f"services were not looked for anew: {found.problem}"), style=BAD)
     yield _services(found.services)
     if found.links:
         yield _links(found.links)

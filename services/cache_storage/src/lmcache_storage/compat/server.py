@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 
-from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import UnavailableError
 from lmcache_core.storage.byte_gate import ByteGate
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire import FrameStream
+from lmcache_core.wire.listener import FrameListener
 
 from lmcache_storage.compat.dialect import Dialect
 from lmcache_storage.compat.refusals import CloseReason
@@ -20,7 +18,6 @@ from lmcache_storage.compat.values import ForeignValues
 
 logger = logging.getLogger(__name__)
 
-LISTEN_BACKLOG = 128
 KEEPALIVE_IDLE_S = 60
 KEEPALIVE_INTERVAL_S = 15
 KEEPALIVE_PROBES = 4
@@ -45,23 +42,17 @@ class CompatServer:
         self._service = CompatService(dialect, values, limits, room, counters, SparseLog(logger))
         self._host = host
         self._wanted_port = port
-        self._listener: asyncio.Server | None = None
-        self._sessions: set[CompatSession] = set()
-        self._streams: set[FrameStream] = set()
-        self._tasks = TaskSupervisor("compat", 2 * limits.max_connections)  # those that end are still counted there
+        self._listener = FrameListener("the listener for LMCache clients", limits.max_connections, self._begin, self._turned_away)
 
     @property
     def port(self) -> int:
         """The port that it listens on. Only while it is open."""
-        if self._listener is None:
-            raise UnavailableError("the listener for LMCache clients is not open")
-        port: int = self._listener.sockets[0].getsockname()[1]
-        return port
+        return self._listener.port
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now."""
-        return len(self._streams)
+        """Connections that are served now."""
+        return self._listener.num_connections
 
     async def open(self) -> None:
         """Listen.
@@ -69,47 +60,18 @@ class CompatServer:
         Raises:
             UnavailableError: The address cannot be bound.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            self._listener = await loop.create_server(
-                lambda: FrameStream(self._accept), self._host, self._wanted_port, backlog=LISTEN_BACKLOG
-            )
-        except OSError as exc:
-            raise UnavailableError(f"cannot listen on {self._host}:{self._wanted_port} for LMCache clients: {exc}") from exc
-        for listening in self._listener.sockets:
+        for listening in await self._listener.open(self._host, self._wanted_port):
             _keep_alive(listening)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop listening, let requests underway end for up to `drain_s` seconds, then end what is left. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
-        for session in list(self._sessions):
-            session.drain()
-        await self._tasks.close(drain_s)
-        for stream in list(self._streams):
-            stream.abort()
-            await stream.wait_closed()
-        self._streams.clear()
-        if self._listener is not None:
-            await self._listener.wait_closed()
-            self._listener = None
+        await self._listener.close(drain_s)
 
-    def _accept(self, stream: FrameStream) -> None:
-        max_connections = self._service.limits.max_connections
-        if len(self._streams) < max_connections and self._tasks.start("connection", self._serve(stream)):
-            self._streams.add(stream)
-        else:
-            self._service.closed(stream, CloseReason.TOO_MANY, f"{max_connections} connections are open")
-            stream.abort()
+    def _begin(self, stream: FrameStream) -> CompatSession:
+        return CompatSession(stream, self._service)
 
-    async def _serve(self, stream: FrameStream) -> None:
-        session = CompatSession(stream, self._service)
-        self._sessions.add(session)
-        try:
-            await session.run()
-        finally:
-            self._sessions.discard(session)
-            self._streams.discard(stream)
+    def _turned_away(self, stream: FrameStream) -> None:
+        self._service.closed(stream, CloseReason.TOO_MANY, f"{self._service.limits.max_connections} connections are open")
 
 
 def _keep_alive(listening: socket.socket) -> None:

@@ -67,9 +67,9 @@ class ForeignValues:
         try:
             about = self._about(result.header)
             if about is None:
-                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label="encoding")
+                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label=metrics.ENCODING)
             elif not await _is_intact(result):
-                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label="corrupt")
+                self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label=metrics.CORRUPT)
                 await self._store.remove([result.key])
             else:
                 result.memory.ref_count_up()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
 
+from lmcache_core.concurrency import run_together
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -99,7 +99,7 @@ class S3Backend(StorageBackend):
                 found[i] = await self._reading.run(self._objects.contains, key)
 
         async with self._limit():
-            await _all(ask(i, key) for i, key in enumerate(keys))
+            await run_together(ask(i, key) for i, key in enumerate(keys))
         return found
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
@@ -112,7 +112,7 @@ class S3Backend(StorageBackend):
         failures: list[UnavailableError] = []
         try:
             async with caller_limit(timeout_s) as limit, self._limit():
-                await _all(self._get(i, key, allocate, results, failures) for i, key in enumerate(keys))
+                await run_together(self._get(i, key, allocate, results, failures) for i, key in enumerate(keys))
         except BaseException:
             release_all(results)
             raise
@@ -136,7 +136,7 @@ class S3Backend(StorageBackend):
             self._counters.add("rejected_writes", len(chunks))
             return kept
         failures: list[UnavailableError] = []
-        await _all(self._put(i, chunk, kept, failures) for i, chunk in enumerate(chunks))
+        await run_together(self._put(i, chunk, kept, failures) for i, chunk in enumerate(chunks))
         self._counters.add("stored_chunks", sum(kept))
         self._counters.add("failed_writes", len(failures))
         if not failures:
@@ -157,7 +157,7 @@ class S3Backend(StorageBackend):
                 removed[i] = await self._reading.run(self._objects.remove, key)
 
         async with self._limit():
-            await _all(remove(i, key) for i, key in enumerate(dict.fromkeys(keys)))
+            await run_together(remove(i, key) for i, key in enumerate(dict.fromkeys(keys)))
         return sum(removed)
 
     async def clear(self, tenant: str | None = None) -> int:
@@ -225,17 +225,6 @@ class S3Backend(StorageBackend):
             if not limit.expired():
                 raise
             raise UnavailableError(f"{self._objects.where}: no answer within {self._timeout_s} s") from exc
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run them at once; the first failure, or cancellation, ends all of them."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _release(result: Result) -> None:

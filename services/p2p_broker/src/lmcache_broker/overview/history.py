@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from lmcache_broker.peers.record import PeerRecord
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
 """Tenants whose work is remembered; of further ones only the present is known."""
+MAX_LABELS: Final = 64
+"""Names of one kind that are counted by themselves; peers may tell any."""
+OTHER_LABEL: Final = "other"
+"""Further ones, together."""
 
 
 @dataclass(slots=True)
@@ -48,9 +53,9 @@ class Work:
         """Count what another one has counted."""
         self.requested_chunks += other.requested_chunks
         self.stored_bytes += other.stored_bytes
-        self.loaded_chunks.update(other.loaded_chunks)
-        self.loaded_bytes.update(other.loaded_bytes)
-        self.missed_chunks.update(other.missed_chunks)
+        _grow(self.loaded_chunks, other.loaded_chunks, {})
+        _grow(self.loaded_bytes, other.loaded_bytes, {})
+        _grow(self.missed_chunks, other.missed_chunks, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +115,9 @@ class History:
 
 def _grow(counts: Counter[str], now: Mapping[str, int], before: Mapping[str, int]) -> None:
     for name, count in now.items():
-        if count > before.get(name, 0):
-            counts[name] += count - before.get(name, 0)
+        growth = count - before.get(name, 0)
+        if growth <= 0:
+            continue
+        if name not in counts:  # interned: each heartbeat brings the same few names anew
+            name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
+        counts[name] += growth

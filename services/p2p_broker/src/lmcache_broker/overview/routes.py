@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 
 from lmcache_broker.dependencies import Parts
@@ -14,11 +14,12 @@ from lmcache_broker.overview.schemas import OverviewView
 router = APIRouter(prefix="/v1", tags=["overview"], route_class=GuardedRoute)
 
 
-@router.get("/overview", summary="The peers and their work")
+@router.get("/overview", response_model=OverviewView, summary="The peers and their work")
 async def overview(
     principal: ClientPrincipal,
     parts: Parts,
     max_samples: Annotated[int, Query(ge=0, le=MAX_SAMPLES, description="So many of the latest intervals.")] = MAX_SAMPLES,
-) -> OverviewView:
+) -> Response:
     """The caller's tenant's and the shared ones: what the web page at `/` shows."""
-    return await parts.overview.of(principal, max_samples)
+    view = await parts.overview.of(principal, max_samples)
+    return Response(view.model_dump_json(), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmcache_broker.peers.schemas import FiguresBody, PeerView
+from lmcache_broker.peers.schemas import PeerView, TierBody
+
+
+class SeenFiguresView(BaseModel):
+    """What a peer has done since its start, and what it holds. From whom it pulled is told by the links."""
+
+    requested_chunks: int
+    loaded_chunks: dict[str, int] = Field(description="By tier.")
+    loaded_bytes: dict[str, int] = Field(description="By tier.")
+    missed_chunks: dict[str, int] = Field(description="By reason.")
+    stored_chunks: int
+    stored_bytes: int
+    tiers: list[TierBody]
+    sole_bytes: int | None = Field(description="Bytes of chunks that nobody else holds, as far as the peer knows.")
 
 
 class SeenPeerView(PeerView):
     """A live peer, and its work."""
 
-    figures: FiguresBody | None = Field(description="What it has done since its start and holds now, if it says so.")
+    figures: SeenFiguresView | None = Field(description="What it has done since its start and holds now, if it says so.")
 
 
 class LinkView(BaseModel):
@@ -36,16 +49,12 @@ class WorkView(BaseModel):
 class SampleView(BaseModel):
     """One interval."""
 
-    model_config = ConfigDict(from_attributes=True)
-
     ended_ms: int = Field(description="Unix time in milliseconds.")
     work: WorkView
 
 
 class HotChunkView(BaseModel):
     """A chunk that peers pull. Its id stands for its whole prefix: it is a hash of all tokens up to its end."""
-
-    model_config = ConfigDict(from_attributes=True)
 
     chunk_id: str
     num_pulls: int = Field(description="Granted by this broker within the last minute.")
@@ -55,6 +64,8 @@ class OverviewView(BaseModel):
     """The caller's tenant's peers and the shared ones, as this broker knows them."""
 
     time_ms: int = Field(description="Unix time in milliseconds.")
+    broker: str = Field(description="Who tells this.")
+    shares: bool = Field(description="Whether this broker is to know what the others know.")
     is_shared: bool = Field(description="Whether this broker knows now what the others know.")
     num_peers: int
     peers: list[SeenPeerView] = Field(description="Those that drain first; at most 256.")

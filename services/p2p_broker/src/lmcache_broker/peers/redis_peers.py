@@ -185,9 +185,18 @@ def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
         ttl_ms,
         num_pulls,
         is_gone=raw[21] == "1",
-        drain=None if drain is None else DrainReport(*drain),
+        drain=_drain(drain),
         figures=_figures(more[0]) if more else None,
     )
+
+
+def _drain(raw: object) -> DrainReport | None:
+    """For looking at alone, as figures are; a newer broker may say more, behind what is known."""
+    try:
+        said = msgspec.convert(raw, list[Any] | None) or ()
+        return msgspec.convert(dict(zip(DrainReport.__struct_fields__, said, strict=False)), DrainReport) if said else None
+    except msgspec.ValidationError:
+        return None
 
 
 def _figures(raw: object) -> PeerFigures | None:

@@ -42,6 +42,7 @@ class PeerRegistry:
     Attributes:
         directory: This broker's memory.
         book: Pulls that this broker has granted.
+        shares: Whether there is a shared memory at all.
         num_failures: Calls to the shared memory that failed.
     """
 
@@ -49,6 +50,7 @@ class PeerRegistry:
         self.directory = directory
         self.book = PullBook()
         self._shared = shared
+        self.shares = shared is not None
         self._clock = clock
         self._lock = asyncio.Lock()
         self._fresh_until = float("-inf")
@@ -59,7 +61,7 @@ class PeerRegistry:
     @property
     def is_shared(self) -> bool:
         """Whether the last call to the shared memory succeeded."""
-        return self._is_shared and self._shared is not None
+        return self._is_shared and self.shares
 
     async def announce(
         self,

@@ -6,6 +6,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from lmcache_core.p2p import CopyOrder, PeerStatus
@@ -107,8 +108,10 @@ class HotChunks:
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
         """The tenant's chunks that were pulled most within the last minute or so, and how often."""
-        counted = ((heat.num_pulls, chunk_id) for (owner, chunk_id), heat in self._heat.items() if owner == tenant and heat.is_new(now_s))
-        return [(chunk_id, num_pulls) for num_pulls, chunk_id in heapq.nlargest(max_chunks, counted)]
+        since_s = now_s - WINDOW_S
+        counted = [(heat.num_pulls, key[1]) for key, heat in self._heat.items() if heat.began_s >= since_s and key[0] == tenant]
+        most = heapq.nlargest(max_chunks, counted, key=itemgetter(0))
+        return [(chunk_id, num_pulls) for num_pulls, chunk_id in sorted(most, key=lambda one: (-one[0], one[1]))]
 
     def _is_hot(self, tenant: str, chunk_id: str, now_s: float) -> bool:
         key = (tenant, chunk_id)

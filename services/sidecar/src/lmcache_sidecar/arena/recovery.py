@@ -27,8 +27,6 @@ NUM_THREADS = 2
 """Two digests at once read memory about as fast as it can be read; engines want some of that too."""
 MAX_AHEAD = 2 * NUM_THREADS
 """Chunks that are being checked at once."""
-DAMAGED = "damaged"
-NOT_KEPT = "not_kept"
 
 
 @dataclass
@@ -112,7 +110,7 @@ class ArenaRecovery:
         try:
             if header is None:
                 progress.damaged_chunks += 1
-                self._counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, DAMAGED)
+                self._counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, metrics.DAMAGED)
                 return
             key = ChunkKey(entry.tenant, header.engine_key())
             chunk = Chunk(key, header, with_padding(entry.head), memory, self._hot.name, entry.stored_at)
@@ -122,7 +120,7 @@ class ArenaRecovery:
                 self._listener.stored(key, self._hot.name, chunk.num_bytes)
             else:
                 progress.dropped_chunks += 1
-                self._counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, NOT_KEPT)
+                self._counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, metrics.NOT_KEPT)
         finally:
             memory.ref_count_down()
 

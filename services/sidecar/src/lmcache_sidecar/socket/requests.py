@@ -19,8 +19,6 @@ MAX_LARGE_REQUEST_BYTES = 64 << 20
 """Larger ones of all clients together, from their first byte until they are answered."""
 LARGE_REQUEST_TIMEOUT_S = 10.0
 """So long a larger one may wait for its turn and then take to arrive; clients wait less for their answers."""
-NO_ROOM = "no_room"
-TOO_SLOW = "too_slow"
 
 
 class Requests:
@@ -56,13 +54,13 @@ class Requests:
 
     async def _large(self, reader: asyncio.StreamReader, length: int, room: AsyncExitStack) -> bytes:
         """Nothing of it is read before there is room: until then it waits with the client."""
-        reason = NO_ROOM
+        reason = metrics.NO_ROOM
         try:
             async with asyncio.timeout(LARGE_REQUEST_TIMEOUT_S):
                 await room.enter_async_context(self._gate.using(length))
-                reason = TOO_SLOW
+                reason = metrics.TOO_SLOW
                 return await reader.readexactly(length)
         except TimeoutError as exc:
             self._counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, reason)
-            cause = "others took all the room that there is" if reason == NO_ROOM else "it had not arrived"
+            cause = "others took all the room that there is" if reason == metrics.NO_ROOM else "it had not arrived"
             raise ProtocolError(f"message of {length} bytes: {cause} after {LARGE_REQUEST_TIMEOUT_S:g} s; send smaller ones") from exc

@@ -8,10 +8,11 @@ import logging
 import stat
 from pathlib import Path
 
+from lmcache_core.concurrency.listening import stop_listening, take_turns
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
-from lmcache_core.telemetry.request_context import Carried, working_for
+from lmcache_core.telemetry.request_context import Carried, RequestIds, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 from lmcache_sidecar import metrics
@@ -27,9 +28,6 @@ SOCKET_MODE = 0o660
 MAX_SOCKET_PATH_BYTES = 107
 HELLO_TIMEOUT_S = 5.0
 DISCARD_BYTES = 64 << 10
-ACCEPT_TURNS = 4
-"""Turns of the event loop after which a connection that it had taken from the backlog is known here, or has ended."""
-TOO_MANY = "too_many"
 
 
 class SocketServer:
@@ -43,6 +41,7 @@ class SocketServer:
     def __init__(self, path: Path, context: SessionContext) -> None:
         self._path = path
         self._context = context
+        self._ids = RequestIds()
         self._commons = Commons(context.tenant, context.arena.size)
         self._requests = Requests(context.counters)
         self._log = SparseLog(logger)
@@ -94,10 +93,7 @@ class SocketServer:
         if server is None:
             return
         self._is_closed = True
-        for listening in server.sockets:  # asyncio loses a connection that it is accepting when its server closes
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        await _turns(ACCEPT_TURNS)
-        server.close()
+        await stop_listening(server)
         for session in self._sessions:
             session.abandon()
         connections = dict(self._connections)
@@ -107,7 +103,7 @@ class SocketServer:
         for writer in connections.values():
             writer.transport.abort()  # a task that was cancelled before it began has not done it
         await server.wait_closed()
-        await _turns(1)  # what is aborted closes its socket in the loop's next turn
+        await take_turns(1)  # what is aborted closes its socket in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
                 self._path.unlink()
@@ -132,7 +128,7 @@ class SocketServer:
             writer.transport.abort()
         elif len(self._connections) >= MAX_CLIENTS:
             self._log.log(logging.WARNING, "a client of the socket is turned away: %d are connected", len(self._connections))
-            self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, TOO_MANY)
+            self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)
             writer.close()
         else:
             task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
@@ -187,16 +183,15 @@ class SocketServer:
             await self._answer_one(session, reader, writer)
 
     async def _answer_of(self, session: Session, request: m.Request) -> m.Answer:
-        """The answer, made within whose request it is, where somebody wants to know."""
-        tracer = self._context.tracer
+        """The answer, made within whose request it is; one that came without an id gets one, which what is asked of others carries too."""
+        came = Carried()
         if isinstance(request, m.Within):
             came, request = Carried.checked(request.request_id, request.traceparent), m.decode_request(request.request)
-        elif tracer is None:
-            return await session.answer(request)
-        else:
-            came = None
-        with working_for(f"sidecar {type(request).__name__}", came, tracer):
-            return await session.answer(request)
+        name = f"sidecar {type(request).__name__}"
+        with working_for(name, Carried(came.request_id or self._ids.next(), came.traceparent), self._context.tracer):
+            answer = await session.answer(request)
+            logger.debug("%s is answered", name)
+        return answer
 
     async def _answer_one(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with self._requests.next(reader) as request:
@@ -209,8 +204,3 @@ async def _until_gone(reader: asyncio.StreamReader) -> None:
     """Until the client has closed its side it may still touch what is reserved or pinned for it: the memory stays its own."""
     while await reader.read(DISCARD_BYTES):
         pass
-
-
-async def _turns(num_turns: int) -> None:
-    for _ in range(num_turns):
-        await asyncio.sleep(0)

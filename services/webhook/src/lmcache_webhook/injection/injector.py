@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
@@ -14,7 +16,7 @@ from lmcache_webhook.injection.environment import add_python_path
 from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.options import InjectionOptions, PodPlan, plan_pod
 from lmcache_webhook.injection.patch import Operation, Patch
-from lmcache_webhook.injection.pod import Container, Pod, PodSpec
+from lmcache_webhook.injection.pod import Container, Pod, PodSpec, VolumeMount
 from lmcache_webhook.injection.sidecar import (
     PORTS,
     PYTHON_PATH,
@@ -25,7 +27,7 @@ from lmcache_webhook.injection.sidecar import (
     transfer_config,
 )
 from lmcache_webhook.injection.volumes import volumes_of
-from lmcache_webhook.injection.wishes import INJECTED, STATUS, is_asked_for, read_wishes
+from lmcache_webhook.injection.wishes import INJECTED, SIDECARS, STATUS, is_asked_for, read_wishes
 
 Verdict = Literal["injected", "declined", "unchanged", "unreadable"]
 
@@ -84,6 +86,8 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     _check_names(pod.spec, engine, plan)
 
     patch.put(("metadata", "labels", INJECTED), "true")
+    if plan.service is not None:
+        patch.put(("metadata", "labels", SIDECARS), plan.service)
     for volume in volumes_of(plan):
         patch.append(("spec", "volumes"), volume)
     # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends after it.
@@ -133,15 +137,25 @@ def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
     """
     volumes = {volume.name for volume in spec.volumes or []}
     containers = {one.name for one in spec.all_containers}
-    paths = {mount.mountPath.rstrip("/") for mount in engine.volumeMounts or []}
     ports = {port.containerPort for one in spec.all_containers for port in one.ports or []}
     ours = (
         ("volume", [volume["name"] for volume in volumes_of(plan)], volumes),
         ("container", [payload_container(plan)["name"], SIDECAR], containers),
-        ("mount", [mount["mountPath"] for mount in engine_mounts()], paths),
         ("port", PORTS, ports),
     )
     for kind, wanted, there in ours:
         for name in wanted:
             if name in there:
                 raise DeclinedError(f"the pod has a {kind} {name} already, which the sidecar needs for itself: give it another one")
+    for mount in engine.volumeMounts or []:
+        for place in (one["mountPath"] for one in engine_mounts()):
+            _check_mount(mount, place)
+
+
+def _check_mount(mount: VolumeMount, place: str) -> None:
+    there = f"/{mount.mountPath.strip('/')}"
+    path = PurePosixPath(posixpath.normpath(there))
+    if path.is_relative_to(place):
+        raise DeclinedError(f"the pod has a mount {mount.mountPath} already, which the sidecar needs for itself: give it another one")
+    if mount.readOnly and PurePosixPath(place).is_relative_to(path):
+        raise DeclinedError(f"the pod has a read-only mount {mount.mountPath}, below which {place} cannot be made: give it another one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class InjectionOptions:
         memory_overhead_mb: …
         sidecar_cpu: …
         run_as_user: …
+        kubernetes_service: …
+        kubernetes_namespace: …
         tenants: …
     """
 
@@ -56,6 +58,8 @@ class InjectionOptions:
     memory_overhead_mb: int
     sidecar_cpu: str
     run_as_user: int | None
+    kubernetes_service: str | None
+    kubernetes_namespace: str | None
     tenants: tuple[Tenant, ...]
 
 
@@ -72,6 +76,7 @@ class PodPlan:
         run_as_group: The same for the group.
         is_guaranteed: Whether the pod's containers have limits that equal their requests; ours then have too.
         instance_id: Text of the sidecar's instance id.
+        service: By which the broker finds the pod; None where it does not.
     """
 
     options: InjectionOptions
@@ -82,6 +87,7 @@ class PodPlan:
     run_as_group: int | None
     is_guaranteed: bool
     instance_id: str
+    service: str | None
 
 
 MAX_INSTANCE_ID_CHARS = 128
@@ -102,15 +108,19 @@ def plan_pod(options: InjectionOptions, pod: Pod, namespace: str, wishes: Wishes
         DeclinedError: It asks for more than it may, or for a tenant that is not its namespace's.
     """
     user, group = _user_of(options, pod, wishes, engine)
+    here = _tenants_of(options, namespace)
+    tenant = _tenant_of(here, namespace, wishes.tenant)
+    service = options.kubernetes_service if namespace == options.kubernetes_namespace and tenant is here[0] else None
     return PodPlan(
         options=options,
-        tenant=_tenant_of(options, namespace, wishes.tenant),
+        tenant=tenant,
         arena_gb=_size(wishes.arena_gb, options.arena_gb, options.max_arena_gb, ARENA_GB),
         disk_gb=_size(wishes.disk_gb, options.disk_gb, options.max_disk_gb, DISK_GB),
         run_as_user=user,
         run_as_group=group,
         is_guaranteed=all(one.resources is not None and one.resources.is_guaranteed for one in pod.spec.all_containers),
-        instance_id=_instance_id(pod, namespace),
+        instance_id=_instance_id(pod, namespace, is_followed=service is not None),
+        service=service,
     )
 
 
@@ -120,10 +130,14 @@ def _size(wished: float | None, default: float, most: float, name: str) -> float
     return default if wished is None else wished
 
 
-def _tenant_of(options: InjectionOptions, namespace: str, wished: str | None) -> Tenant:
+def _tenants_of(options: InjectionOptions, namespace: str) -> list[Tenant]:
     here = [tenant for tenant in options.tenants if tenant.namespaces & {namespace, ANY_NAMESPACE}]
     if not here:
         raise DeclinedError(f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants` in its settings")
+    return here
+
+
+def _tenant_of(here: Sequence[Tenant], namespace: str, wished: str | None) -> Tenant:
     for tenant in here:
         if wished in (None, tenant.name):
             return tenant
@@ -141,7 +155,9 @@ def _user_of(options: InjectionOptions, pod: Pod, wishes: Wishes, engine: int) -
     return user or options.run_as_user, group or None
 
 
-def _instance_id(pod: Pod, namespace: str) -> str:
-    """Pods of two namespaces may have one name. What would be too long is the pod's uid instead."""
+def _instance_id(pod: Pod, namespace: str, *, is_followed: bool) -> str:
+    """Endpoints have the names of pods, of one namespace; else two may have one. What would be too long is the pod's uid instead."""
     name = pod.metadata.name or f"{pod.metadata.generateName or ''}{'x' * MAX_GENERATED_CHARS}"
+    if is_followed:
+        return "$(POD_NAME)" if len(name) <= MAX_INSTANCE_ID_CHARS else "$(POD_UID)"
     return "$(POD_NAMESPACE).$(POD_NAME)" if len(namespace) + 1 + len(name) <= MAX_INSTANCE_ID_CHARS else "$(POD_UID)"

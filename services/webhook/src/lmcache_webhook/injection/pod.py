@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lmcache_webhook.injection.quantity import is_same
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, hide_input_in_errors=True)
@@ -25,6 +27,7 @@ class VolumeMount(_Part):
 
     name: str
     mountPath: str
+    readOnly: bool | None = None
 
 
 class ContainerPort(_Part):
@@ -50,7 +53,7 @@ class Resources(_Part):
     def is_guaranteed(self) -> bool:
         """Whether a pod of such containers alone has the quality of service `Guaranteed`."""
         limits, requests = self.limits or {}, self.requests or {}
-        return all(name in limits and requests.get(name, limits[name]) == limits[name] for name in ("cpu", "memory"))
+        return all(name in limits and is_same(requests.get(name, limits[name]), limits[name]) for name in ("cpu", "memory"))
 
 
 class Container(_Part):

@@ -19,13 +19,15 @@ _SERVE: Final = re.compile(rf"(?<![\w.-])vllm{_SPACE}+serve(?![\w./=-])")
 _MODULE: Final = re.compile(rf"(?<![\w-])-m{_SPACE}+vllm\.entrypoints\.(?:openai\.api_server|cli\.main{_SPACE}+serve)(?![\w./=-])")
 _BLANKS: Final = re.compile(rf"{_SPACE}*")
 _SUBCOMMAND: Final = "serve"
+_ENDS: Final = " \t\r\n;&|()<>"
+"""What a shell ends a word at."""
 _COMMENT: Final = "#"
 
 # The pieces of a word, by the quotes that the whole of it stands in: strings, $(…), ${…}, escaped and plain characters.
 _ESCAPED_STRING: Final = r'\\"(?:[^"\\]|\\[^"])*\\"'
-_OTHERS: Final = r"\$\{[^{}]*\}|\$\([^()]*\)|\\[^\n]|[^\s\"'\\;&|()<>`$]|\$(?![({])"
+_OTHERS: Final = r"`[^`]*`|\$\{[^{}]*\}|\$\([^()]*\)|\\[^\n]|[^\s\"'\\;&|()<>`$]|\$(?![({])"
 _PIECES: Final = {
-    "": re.compile(rf'"(?:[^"\\]|\\.)*"|\'[^\']*\'|{_OTHERS}', re.DOTALL),
+    "": re.compile(rf'"(?:\$\{{[^{{}}]*\}}|\$\([^()]*\)|[^"\\]|\\.)*"|\'[^\']*\'|{_OTHERS}', re.DOTALL),
     '"': re.compile(rf"{_ESCAPED_STRING}|'[^'\"]*'|{_OTHERS}", re.DOTALL),
     "'": re.compile(rf'"(?:[^"\\\']|\\.)*"|{_OTHERS}', re.DOTALL),
 }
@@ -39,7 +41,8 @@ def add_to_servers(script: str, words: Iterable[str]) -> str | None:
         words: Plain words: letters, digits and `-_=./` alone.
 
     Returns:
-        The script with them, or None where nothing in it starts vLLM's server, or more than `MAX_SERVERS` places seem to.
+        The script with them, or None where nothing in it starts vLLM's server, or more than `MAX_SERVERS` places seem to, or it is not
+        clear where a model's name ends.
     """
     text = "".join(f" {word}" for word in words)
     assert re.fullmatch(r"[\w ./=-]*", text, re.ASCII), "only plain words are safe in any quotes"
@@ -63,20 +66,29 @@ def _ends_of_servers(script: str) -> list[int]:
     for match in matches:
         quote = around[match.start()]
         if quote != _COMMENT:
-            is_subcommand = match.group().endswith(_SUBCOMMAND)
-            places.add(_after_model(script, match.end(), quote) if is_subcommand else match.end())
+            if not match.group().endswith(_SUBCOMMAND):
+                places.add(match.end())
+                continue
+            blanks = _BLANKS.match(script, match.end())
+            assert blanks is not None
+            if quote and script[blanks.end() : blanks.end() + 1] == quote:
+                continue  # no call but its name, as in `pgrep -f "vllm serve"`, or one whose model comes from elsewhere
+            place = _after_model(script, match.end(), blanks.end(), quote)
+            if place is None:
+                return []
+            places.add(place)
     return sorted(places)
 
 
-def _after_model(script: str, place: int, quote: str) -> int:
-    """Behind the model's name, if that comes next: argparse does not find it behind options."""
-    blanks = _BLANKS.match(script, place)
-    assert blanks is not None
-    begin = end = blanks.end()
+def _after_model(script: str, place: int, begin: int, quote: str) -> int | None:
+    """Behind the model's name, if that comes next: argparse does not find it behind options. None where its end is not clear."""
+    end = begin
     if script[begin : begin + 1] == "-":
         return place
     while piece := _PIECES[quote].match(script, end):
         end = piece.end()
+    if script[end : end + 1] not in ("", quote, "\\") and script[end] not in _ENDS:
+        return None
     return end if end > begin else place
 
 

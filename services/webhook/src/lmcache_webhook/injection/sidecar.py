@@ -48,8 +48,7 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
 def sidecar_container(plan: PodPlan) -> dict[str, Any]:
     """The cache sidecar: an init container that stays. The template of the webhook's settings is laid over it."""
     memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.memory_overhead_mb}Mi"
-    cpu = plan.options.sidecar_cpu
-    container = {
+    container: dict[str, Any] = {
         "name": SIDECAR,
         "restartPolicy": "Always",
         "image": plan.options.sidecar_image,
@@ -57,18 +56,22 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
         "ports": [{"name": "lmcache-lm", "containerPort": LM_PORT}, {"name": "lmcache-health", "containerPort": HEALTH_PORT}],
         "env": _variables(plan),
         "resources": {
-            "requests": {"cpu": cpu, "memory": memory},
-            "limits": {"cpu": cpu, "memory": memory} if plan.is_guaranteed else {"memory": memory},
+            "requests": {"cpu": plan.options.sidecar_cpu, "memory": memory},
+            "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
         # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the storage takes no vLLM out of service.
         # When the pod is to end, at once: the drain begins while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
-        "lifecycle": {"preStop": {"exec": {"command": ["python", "-c", "import os, signal; os.kill(1, signal.SIGUSR1)"]}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}}},
         "startupProbe": _probe(period_s=2, num_failures=150),
         "livenessProbe": _probe(period_s=10, num_failures=6),
         "volumeMounts": _mounts(plan),
     }
-    return lay_over(container, plan.options.sidecar_template)
+    container = lay_over(container, plan.options.sidecar_template)
+    if plan.is_guaranteed:
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        requests["cpu"] = limits["cpu"] = limits.get("cpu", requests["cpu"])
+    return container
 
 
 def engine_mounts() -> list[dict[str, Any]]:

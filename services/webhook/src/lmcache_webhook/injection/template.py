@@ -10,6 +10,8 @@ from typing import Any, Final
 import yaml
 from lmcache_core.errors import ConfigError
 
+from lmcache_webhook.injection.quantity import amount_of
+
 MAX_TEMPLATE_BYTES: Final = 64 << 10
 MEMBERS: Final = frozenset(
     {
@@ -71,10 +73,32 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
         if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
             raise ConfigError(f"{setting}: {name} must be a {kind.__name__}, as in a container")
     for part in ("requests", "limits"):
-        amounts = members.get("resources", {}).get(part) or {}
+        amounts = members.get("resources", {}).get(part, {})
         if not isinstance(amounts, dict) or "memory" in amounts:
             raise ConfigError(f"{setting}: resources.{part} names memory, or is no mapping: memory follows from the size of the arena")
     return members
+
+
+def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
+    """Every pod with a sidecar that requests more than its limit would be refused.
+
+    Args:
+        sidecar_cpu: What is requested where the template does not say.
+        template: A checked one.
+
+    Raises:
+        ConfigError: It would.
+    """
+    resources = template.get("resources", {})
+    request = resources.get("requests", {}).get("cpu", sidecar_cpu)
+    limit = resources.get("limits", {}).get("cpu", request)
+    least, most = amount_of(request), amount_of(limit)
+    if least is None or most is None:
+        raise ConfigError(f"resources of the sidecar: cpu {(request if least is None else limit)!r} is no quantity: write 500m or 2")
+    if least > most:
+        raise ConfigError(
+            f"resources of the sidecar: it requests {request} of a cpu, and its limit is {limit}: raise the one or lower the other"
+        )
 
 
 def lay_over(container: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:

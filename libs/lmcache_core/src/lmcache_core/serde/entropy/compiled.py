@@ -1,8 +1,8 @@
 """Machine code of the inner loops: compiled once a process, before the first request, and kept beside the source where that can be written.
 
 Code that was compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a read-only file system too. Where none
-fits this machine's processor and these sources, compiling takes some seconds at start-up. The files lie in `__pycache__`, trusted like
-Python's own.
+fits this machine's processor (or the common kind that was chosen at install: `processor.py`) and these sources, compiling takes some
+seconds at start-up. The files lie in `__pycache__`, trusted like Python's own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.serde.entropy.processor import settle_processor
 
 
 def require_numba() -> None:
+    """Check that numba is there, and settle for which processors it compiles; before anything imports it.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    check_numba()
+    settle_processor()
+
+
+def check_numba() -> None:
     """Check that numba is there.
 
     Raises:
         ConfigError: It is not.
     """
     if importlib.util.find_spec("numba") is None:
-        raise ConfigError("this serde needs the package 'numba'; install lmcache-core[codec]")
+        raise ConfigError("this serde needs the package 'numba': install lmcache-core[codec], or run the image lmcache-sidecar-codec")
 
 
 def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callable[..., Any]:

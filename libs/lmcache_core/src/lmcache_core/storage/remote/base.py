@@ -60,7 +60,7 @@ class RemoteFigures:
     stored_chunks: int = 0
     served_chunks: int = 0
     served_bytes: int = 0
-    refused_records: int = 0
+    corrupt_chunks: int = 0
 
     def count_got(self, results: Sequence[Result]) -> None:
         """Count what a get brought."""
@@ -69,7 +69,7 @@ class RemoteFigures:
                 self.served_chunks += 1
                 self.served_bytes += result.num_bytes
             elif result.reason in (MissReason.CORRUPT, MissReason.IDENTITY):
-                self.refused_records += 1
+                self.corrupt_chunks += 1
 
     def as_stats(self) -> dict[str, int]:
         """For `StorageBackend.stats`."""
@@ -80,7 +80,7 @@ class RemoteFigures:
             "stored_chunks": self.stored_chunks,
             "served_chunks": self.served_chunks,
             "served_bytes": self.served_bytes,
-            "refused_records": self.refused_records,
+            "corrupt_chunks": self.corrupt_chunks,
         }
 
 

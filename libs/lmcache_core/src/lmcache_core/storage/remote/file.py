@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
+from lmcache_core.concurrency import run_together
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -83,7 +84,7 @@ class FileBackend(StorageBackend):
         results: list[Result | None] = [None] * len(keys)
         try:
             async with caller_limit(timeout_s) as limit:
-                await self._in_time(_all([self._get(i, key, allocate, results) for i, key in enumerate(keys)]))
+                await self._in_time(run_together(self._get(i, key, allocate, results) for i, key in enumerate(keys)))
         except BaseException:
             release_all(results)
             raise
@@ -96,7 +97,7 @@ class FileBackend(StorageBackend):
         """See `StorageBackend.batched_put`. False when the directory takes no more, and for a while after that."""
         self._pool.check_open()
         kept = [False] * len(chunks)
-        await self._in_time(_all([self._put(i, chunk, kept) for i, chunk in enumerate(chunks)]))
+        await self._in_time(run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks)))
         self._figures.stored_chunks += sum(kept)
         return kept
 
@@ -167,17 +168,6 @@ class FileBackend(StorageBackend):
             return await work
         except OSError as exc:
             raise UnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run them at once; the first failure, or cancellation, ends all of them."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _close(found: FoundRecord | Miss) -> None:

@@ -8,6 +8,7 @@ from lmcache_core.storage.wrappers.faults import FaultPlan, FaultyBackend
 from lmcache_core.storage.wrappers.logged import LoggedBackend
 from lmcache_core.storage.wrappers.metered import MeteredBackend
 from lmcache_core.storage.wrappers.retry import RetryBackend, RetryOptions
+from lmcache_core.storage.wrappers.traced import TracedBackend
 
 __all__ = [
     "BreakerBackend",
@@ -20,6 +21,7 @@ __all__ = [
     "MeteredBackend",
     "RetryBackend",
     "RetryOptions",
+    "TracedBackend",
     "WrapperBackend",
     "lister_of",
 ]

@@ -1,52 +1,65 @@
 import { ratioChart, sourcesChart } from './charts.js';
 import { replace } from './dom.js';
-import { drains, hot, misses, peers, totals } from './panels.js';
+import { drains, hot, links, misses, peers, totals } from './panels.js';
 import { topology } from './topology.js';
 
 const KEY = 'lmcache-token';
 const INTERVAL_MS = 5000;
 const TIMEOUT_MS = 4000;
 const at = (id) => document.getElementById(id);
+const time = (ms) => new Date(ms).toLocaleTimeString();
 
 let data = null;
 let timer = 0;
 let turn = 0;
+let drawnWidth = 0;
 
+/** What is wrong, if anything is. Read aloud, so that it is only touched when it changes. */
 function say(text, isBad = false) {
-  at('state').textContent = text;
+  if (at('state').textContent !== text) at('state').textContent = text;
   at('state').classList.toggle('bad', isBad);
 }
 
-async function fetched() {
+const older = () => (data === null ? '' : `; what is shown is of ${time(data.time_ms)}`);
+
+async function ask() {
   const token = sessionStorage.getItem(KEY);
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
-  return fetch('v1/overview', { headers, credentials: 'omit', cache: 'no-store', signal: AbortSignal.timeout(TIMEOUT_MS) });
+  try {
+    const answer = await fetch('v1/overview', { headers, credentials: 'omit', cache: 'no-store', signal: AbortSignal.timeout(TIMEOUT_MS) });
+    return { status: answer.status, body: answer.ok ? await answer.json() : null };
+  } catch (error) {
+    return { trouble: error instanceof SyntaxError ? 'What answers here is no broker' : 'The broker cannot be reached' };
+  }
 }
 
 function askForToken(wasWrong) {
   sessionStorage.removeItem(KEY);
   data = null;
   at('overview').hidden = at('leave').hidden = true;
+  at('overview').querySelectorAll('.filled').forEach((place) => place.replaceChildren());
   at('login').hidden = false;
   at('login-error').textContent = wasWrong ? 'The broker does not know this token.' : '';
+  at('as-of').textContent = '';
   say('Not signed in');
   at('token').focus();
 }
 
 function render() {
   if (data === null) return;
-  const room = (id) => Math.max(240, Math.floor(at(id).clientWidth));
   at('login').hidden = true;
   at('overview').hidden = false;
   at('leave').hidden = sessionStorage.getItem(KEY) === null;
+  drawnWidth = innerWidth;
+  const room = (id) => Math.max(240, Math.floor(at(id).clientWidth));
   replace(at('totals'), ...totals(data));
   const draining = drains(data);
   at('drains-section').hidden = draining.length === 0;
   replace(at('drains'), ...draining);
-  replace(at('topology'), topology(data, room('topology')));
   replace(at('sources'), sourcesChart(data, room('sources')));
   replace(at('ratio'), ratioChart(data, room('ratio')));
   replace(at('misses'), misses(data));
+  replace(at('topology'), topology(data, room('topology')), links(data));
   replace(at('hot'), hot(data));
   replace(at('peers'), peers(data));
 }
@@ -55,25 +68,24 @@ async function look() {
   clearTimeout(timer);
   const mine = ++turn;
   const wasShown = sessionStorage.getItem(KEY) !== null;
-  try {
-    const answer = await fetched();
-    const body = answer.ok ? await answer.json() : null;
-    if (mine !== turn) return;
-    if (answer.status === 401) return askForToken(wasShown);
-    if (body === null) {
-      say(`The broker answered ${answer.status}${data === null ? '' : '; what is shown is older'}`, true);
-    } else {
-      data = body;
-      render();
-      say(`As of ${new Date(data.time_ms).toLocaleTimeString()}`);
-      document.body.dataset.turn = String(turn);
-    }
-  } catch (error) {
-    if (mine !== turn) return;
-    if (!(error instanceof DOMException || error instanceof TypeError)) throw error;
-    say(`The broker cannot be reached${data === null ? '' : '; what is shown is older'}`, true);
+  const { status, body, trouble } = await ask();
+  if (mine !== turn) return;
+  if (status === 401) {
+    askForToken(wasShown);
+    return;
   }
-  timer = setTimeout(look, INTERVAL_MS);
+  // Before anything is drawn: whatever goes wrong there, the next answer may be fine. A tab that nobody sees asks again when it is seen.
+  if (document.visibilityState !== 'hidden') timer = setTimeout(look, INTERVAL_MS);
+  if (trouble !== undefined) say(trouble + older(), true);
+  else if (body === null) say(`The broker answered ${status}${older()}`, true);
+  else {
+    data = body;
+    render();
+    at('as-of').textContent = `As of ${time(data.time_ms)}, told by ${data.broker}`;
+    const isAlone = data.shares && !data.is_shared;
+    say(isAlone ? 'This broker does not hear the others now: it shows what it was told itself' : '', isAlone);
+    document.body.dataset.turn = String(turn);
+  }
 }
 
 at('login').addEventListener('submit', (event) => {
@@ -92,9 +104,11 @@ at('leave').addEventListener('click', () => {
   clearTimeout(timer);
   askForToken(false);
 });
-addEventListener('resize', render);
+addEventListener('resize', () => {
+  if (innerWidth !== drawnWidth) requestAnimationFrame(render);
+});
 document.addEventListener('visibilitychange', () => {
-  if (document.visibilityState === 'visible' && data !== null) look();
-  else if (document.visibilityState === 'hidden') clearTimeout(timer);
+  if (document.visibilityState === 'hidden') clearTimeout(timer);
+  else if (at('login').hidden) look();
 });
 look();

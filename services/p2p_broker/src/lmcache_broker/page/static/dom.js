@@ -9,13 +9,29 @@ function fill(node, attributes, children) {
 
 export const html = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+export const nothing = (text) => html('p', { class: 'note' }, text);
 
-/** Puts new content in the place of the old; who was at something there by keyboard stays at it. */
+/** Puts new content in the place of the old, except under a selection: what is focused, scrolled or unfolded there stays so. */
 export function replace(place, ...content) {
-  const key = place.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const selected = getSelection();
+  if (!selected.isCollapsed && place.contains(selected.anchorNode)) return;
+  const keyed = () => [...place.querySelectorAll('[data-key]')];
+  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const before = new Map(keyed().map((node) => [node.dataset.key, [node.scrollLeft, node.scrollTop, node.open]]));
   place.replaceChildren(...content);
-  if (key !== undefined) [...place.querySelectorAll('[data-key]')].find((node) => node.dataset.key === key)?.focus();
+  for (const node of keyed()) {
+    const [left, top, isOpen] = before.get(node.dataset.key) ?? [0, 0, false];
+    if (isOpen) node.open = true;
+    if (left || top) node.scrollTo(left, top);
+    if (node.dataset.key === focused) node.focus({ preventScroll: true });
+  }
 }
+
+/** How much of something: for the eye, beside the same in words. */
+export const gauge = (value, max, colour) =>
+  svg('svg', { class: 'gauge', viewBox: '0 0 100 6', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+    svg('rect', { class: 'track', width: 100, height: 6 }),
+    svg('rect', { class: colour, width: (100 * Math.min(1, value / Math.max(1, max))).toFixed(2), height: 6 }));
 
 /** A table. `columns`: [title, cell(row), is it a number?]; `keyOf` names a row for those who look for it. */
 export function table(caption, columns, rows, keyOf) {

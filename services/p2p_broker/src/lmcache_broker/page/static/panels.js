@@ -1,20 +1,19 @@
-import { html, table } from './dom.js';
-import { bytes, hitRatio, number, percent, sum, tier, words } from './format.js';
-
-const nothing = (text) => html('p', { class: 'note' }, text);
+import { gauge, html, nothing, table } from './dom.js';
+import { bytes, colour, hitRatio, number, percent, sum, tier, words } from './format.js';
 
 export function totals(data) {
   const work = data.totals;
   const ratio = hitRatio(work);
   const loaded = sum(work.loaded_chunks);
+  const missed = sum(work.missed_chunks);
   const entries = [
-    ['peers', 'Pods and servers', data.num_peers, number(data.num_peers)],
     ['hit-ratio', 'Hit ratio', ratio ?? '', ratio === null ? '–' : percent(ratio)],
     ['requested', 'Chunks wanted', work.requested_chunks, number(work.requested_chunks)],
     ['loaded', 'Chunks loaded', loaded, number(loaded)],
-    ['loaded-bytes', 'Bytes loaded', sum(work.loaded_bytes), bytes(sum(work.loaded_bytes))],
-    ['missed', 'Chunks missed', sum(work.missed_chunks), number(sum(work.missed_chunks))],
-    ['stored-bytes', 'Bytes stored', work.stored_bytes, bytes(work.stored_bytes)],
+    ['missed', 'Chunks missed', missed, number(missed)],
+    ['loaded-bytes', 'Loaded', sum(work.loaded_bytes), bytes(sum(work.loaded_bytes))],
+    ['stored-bytes', 'Stored', work.stored_bytes, bytes(work.stored_bytes)],
+    ['peers', 'Pods and servers', data.num_peers, number(data.num_peers)],
   ];
   return entries.map(([key, title, value, shown]) => html('div', {}, html('dt', {}, title), html('dd', { 'data-total': key, 'data-value': value }, shown)));
 }
@@ -35,8 +34,11 @@ export function misses(data) {
   const rows = Object.entries(data.totals.missed_chunks).sort((a, b) => b[1] - a[1]);
   if (rows.length === 0) return nothing('None.');
   const all = sum(data.totals.missed_chunks);
-  const share = ([reason, count]) => html('meter', { min: 0, max: all, value: count, 'aria-label': `${words(reason)}: ${percent(count / all)}` });
-  const columns = [['Reason', ([reason]) => words(reason)], ['Chunks', ([, count]) => number(count), true], ['Share', share]];
+  const columns = [
+    ['Reason', ([reason]) => words(reason)],
+    ['Chunks', ([, count]) => number(count), true],
+    ['Share', ([, count]) => html('div', { class: 'share' }, html('span', {}, percent(count / all)), gauge(count, all, 's1'))],
+  ];
   return table('Chunks wanted and not handed out', columns, rows, ([reason]) => reason);
 }
 
@@ -46,15 +48,25 @@ export function hot(data) {
   return table('Granted by this broker', columns, data.hot_chunks, (one) => one.chunk_id);
 }
 
+/** The arrows of the drawing, in words. */
+export function links(data) {
+  if (data.links.length === 0) return nothing('No pod has pulled from another one yet.');
+  const columns = [['Pulled by', (one) => html('code', {}, one.requester)], ['From', (one) => html('code', {}, one.server)], ['Bytes', (one) => bytes(one.num_bytes), true]];
+  const shown = table('Since the start of who pulled', columns, data.links, (one) => `${one.requester} ${one.server}`);
+  return html('details', { 'data-key': 'links', 'aria-label': 'Links' }, html('summary', { 'data-key': 'links summary' }, 'Links as a table'), shown);
+}
+
 function tiers(peer) {
   const found = peer.figures?.tiers ?? [];
   if (found.length === 0) return '–';
-  return html('span', {}, ...found.flatMap((one, i) => {
+  const line = (one) => {
     const said = `${tier(one.name)}: ${bytes(one.used_bytes)}${one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : ''}, ${number(one.num_chunks)} chunks`;
-    const room = one.capacity_bytes ? html('meter', { min: 0, max: one.capacity_bytes, value: one.used_bytes, 'aria-label': said }) : null;
-    return [i ? html('br') : null, html('span', { 'data-tier': one.name, 'data-value': one.used_bytes }, said), room];
-  }));
+    return html('div', {}, html('span', { 'data-tier': one.name, 'data-value': one.used_bytes }, said), one.capacity_bytes ? gauge(one.used_bytes, one.capacity_bytes, colour(one.name)) : null);
+  };
+  return html('div', {}, ...found.map(line));
 }
+
+const state = (peer) => (peer.draining ? (peer.drain === null ? 'draining' : `drain: ${words(peer.drain.state)}`) : 'serving');
 
 export function peers(data) {
   if (data.peers.length === 0) return nothing('No pod is registered.');
@@ -62,15 +74,13 @@ export function peers(data) {
   const loaded = (peer) => (peer.figures === null ? '–' : bytes(sum(peer.figures.loaded_bytes)));
   const columns = [
     ['Name', (peer) => html('code', {}, peer.id)],
-    ['Kind', (peer) => peer.kind],
-    ['State', (peer) => (peer.draining ? (peer.drain === null ? 'draining' : words(peer.drain.state)) : 'serving')],
-    ['Zone, node', (peer) => [peer.zone, peer.node].filter(Boolean).join(', ') || '–'],
+    ['State', (peer) => html('div', {}, html('div', {}, state(peer)), html('span', { class: 'faint' }, peer.kind))],
+    ['Where', (peer) => html('div', {}, html('div', {}, [peer.zone, peer.node].filter(Boolean).join(', ')), html('code', {}, peer.distributed_url))],
     ['Tiers', tiers],
     ['Loaded', loaded, true],
     ['Held alone', alone, true],
     ['Load', (peer) => percent(peer.load), true],
     ['Serves', (peer) => number(peer.num_pulls), true],
-    ['At', (peer) => html('code', {}, peer.distributed_url)],
   ];
   const caption = data.num_peers > data.peers.length ? `${data.peers.length} of ${data.num_peers}` : `${data.num_peers} alive`;
   return table(caption, columns, data.peers, (peer) => peer.id);

@@ -1,69 +1,89 @@
-import { html, svg } from './dom.js';
-import { bytes, shorten, tier } from './format.js';
+import { html, nothing, svg } from './dom.js';
+import { bytes, colour, number, shorten, tier } from './format.js';
 
 const MAX_DRAWN = 32;
-const LABEL_CHARS = 13;
-const MARGIN_X = 92;
-const MARGIN_Y = 34;
+const MAX_GAUGES = 3;
+const ROW = 27;
+const GAUGE = 46;
+const CHAR = 7.7;
 
 const describe = (peer) => {
   const place = [peer.zone && `zone ${peer.zone}`, peer.node && `node ${peer.node}`].filter(Boolean).join(', ');
-  const tiers = (peer.figures?.tiers ?? []).map((one) => `${tier(one.name)} ${bytes(one.used_bytes)} in ${one.num_chunks} chunks`);
+  const room = (one) => (one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : '');
+  const tiers = (peer.figures?.tiers ?? []).map((one) => `${tier(one.name)} ${bytes(one.used_bytes)}${room(one)}, ${number(one.num_chunks)} chunks`);
   return [`${peer.id}, ${peer.kind}${peer.draining ? ', draining' : ''}`, place, ...tiers].filter(Boolean).join('; ');
 };
 
-function drawn(peers) {
-  const byPlace = (a, b) => [a.zone, a.node, a.id].join('\0').localeCompare([b.zone, b.node, b.id].join('\0'));
-  return [...peers].sort(byPlace).slice(0, MAX_DRAWN);
+/** Those that drain and those with the most traffic, by place. */
+function drawn({ peers, links }) {
+  const traffic = new Map(peers.map((peer) => [peer.id, peer.draining ? Infinity : 0]));
+  for (const one of links) for (const id of [one.requester, one.server]) if (traffic.has(id)) traffic.set(id, traffic.get(id) + one.num_bytes);
+  const busiest = [...peers].sort((a, b) => (traffic.get(a.id) === traffic.get(b.id) ? 0 : traffic.get(b.id) - traffic.get(a.id)));
+  const order = new Intl.Collator('en', { numeric: true }).compare;
+  return busiest.slice(0, MAX_DRAWN).sort((a, b) => order(a.zone, b.zone) || order(a.node, b.node) || order(a.id, b.id));
 }
 
-function link(one, from, to, centre, most) {
-  const thickness = 1.5 + (4.5 * Math.log1p(one.num_bytes)) / Math.log1p(most);
-  const bend = ([x, y]) => [x + (centre[0] - x) * 0.45, y + (centre[1] - y) * 0.45];
-  const [bx, by] = bend([(from[0] + to[0]) / 2 + (to[1] - from[1]) * 0.12, (from[1] + to[1]) / 2 - (to[0] - from[0]) * 0.12]);
-  const length = Math.hypot(to[0] - bx, to[1] - by) || 1;
-  const end = [to[0] - ((to[0] - bx) / length) * 15, to[1] - ((to[1] - by) / length) * 15];
-  const path = `M${from.map(Math.round)} Q${Math.round(bx)},${Math.round(by)} ${end.map(Math.round)}`;
-  const said = `${one.requester} pulled ${bytes(one.num_bytes)} from ${one.server}`;
-  return svg('path', { class: 'link', d: path, 'stroke-width': thickness.toFixed(1), 'marker-end': 'url(#arrow)' }, svg('title', {}, said));
+function link(one, from, to, left, room, most) {
+  const thickness = 1.5 + (3.5 * Math.log1p(one.num_bytes)) / Math.log1p(most);
+  const reach = left + Math.min(room / 0.75, 30 + 0.6 * Math.abs(from - to));
+  const [begin, end] = [from - 4, to + 4]; // who both gives and takes has a place for each
+  const path = `M${left},${begin} C${reach},${begin} ${reach},${end} ${left + 6},${end}`;
+  const title = svg('title', {}, `${one.requester} pulled ${bytes(one.num_bytes)} from ${one.server}`);
+  return svg('path', { class: 'link', d: path, 'stroke-width': thickness.toFixed(1), 'marker-end': 'url(#arrow)' }, title);
 }
 
-function node(peer, [x, y], centre) {
-  const side = x > centre[0] + 4 ? 'start' : x < centre[0] - 4 ? 'end' : 'middle';
-  const dx = side === 'start' ? 13 : side === 'end' ? -13 : 0;
-  const dy = side === 'middle' ? (y < centre[1] ? -14 : 24) : 4;
+function row(peer, y, numChars, width) {
   const kind = `node ${peer.kind}${peer.draining ? ' draining' : ''}`;
-  const mark =
-    peer.kind === 'storage'
-      ? svg('rect', { class: kind, x: x - 8, y: y - 8, width: 16, height: 16 })
-      : svg('circle', { class: kind, cx: x, cy: y, r: 9 });
-  const said = describe(peer);
-  const label = svg('text', { x: x + dx, y: y + dy, 'text-anchor': side }, shorten(peer.id, LABEL_CHARS));
-  return svg('g', { tabindex: '0', role: 'img', 'aria-label': said, 'data-key': `node ${peer.id}`, 'data-peer': peer.id }, mark, label, svg('title', {}, said));
+  const mark = peer.kind === 'storage' ? svg('rect', { class: kind, x: 3, y: y - 7, width: 14, height: 14, rx: 2 }) : svg('circle', { class: kind, cx: 10, cy: y, r: 7.5 });
+  const tiers = (peer.figures?.tiers ?? []).filter((one) => one.capacity_bytes > 0).slice(0, MAX_GAUGES);
+  const x = 26 + numChars * CHAR;
+  const gauges = tiers.flatMap((one, i) => {
+    const place = { x, y: y - 3.5 * tiers.length + 7 * i + 1, height: 5, rx: 1 };
+    const used = Math.min(1, one.used_bytes / one.capacity_bytes) * GAUGE;
+    return [svg('rect', { class: 'track', ...place, width: GAUGE }), svg('rect', { class: colour(one.name), ...place, width: used.toFixed(1) })];
+  });
+  const label = svg('text', { x: 24, y: y + 4 }, shorten(peer.id, numChars));
+  const ground = svg('rect', { class: 'ground', x: 0, y: y - ROW / 2, width, height: ROW });
+  return svg('g', { 'data-peer': peer.id }, svg('title', {}, describe(peer)), ground, mark, label, ...gauges);
 }
 
-/** Bytes go along the arrows: from who serves to who has asked. */
+/** Bytes go along the arrows: from who serves to who has asked. The table of links and that of peers tell the same in words. */
 export function topology(data, width) {
-  const peers = drawn(data.peers);
-  if (peers.length === 0) return html('p', { class: 'note' }, 'No pod is registered.');
-  const height = Math.min(420, Math.max(170, width * 0.7, peers.length * 14));
-  const centre = [width / 2, height / 2];
-  const places = new Map();
+  const peers = drawn(data);
+  if (peers.length === 0) return nothing('No pod is registered.');
+  const hasZones = peers.some((peer) => peer.zone !== '');
+  const numChars = Math.min(width < 420 ? 14 : 22, Math.max(8, ...peers.map((peer) => peer.id.length)));
+  const left = 26 + numChars * CHAR + GAUGE + 12;
+  const [heads, places] = [[], new Map()];
+  let y = 0;
   peers.forEach((peer, i) => {
-    const angle = (2 * Math.PI * i) / peers.length - Math.PI / 2;
-    places.set(peer.id, [centre[0] + Math.cos(angle) * (width / 2 - MARGIN_X), centre[1] + Math.sin(angle) * (height / 2 - MARGIN_Y)]);
+    if (hasZones && (i === 0 || peer.zone !== peers[i - 1].zone)) {
+      y += i === 0 ? ROW : ROW + 8;
+      heads.push(svg('text', { class: 'tick', x: 0, y: y - 9 }, peer.zone === '' ? 'no zone' : shorten(peer.zone, 32)));
+      heads.push(svg('line', { class: 'axis', x1: 0, x2: left - 12, y1: y - 3, y2: y - 3 }));
+    }
+    places.set(peer.id, y + ROW / 2);
+    y += ROW;
   });
   const links = data.links.filter((one) => places.has(one.requester) && places.has(one.server));
   const most = Math.max(1, ...links.map((one) => one.num_bytes));
+  const paths = links.map((one) => link(one, places.get(one.server), places.get(one.requester), left, width - left - 8, most));
+  const rows = peers.map((peer) => row(peer, places.get(peer.id), numChars, left - 12));
+  rows.forEach((node, i) => {
+    const isOf = (one) => [one.requester, one.server].includes(peers[i].id);
+    const mark = (isOn) => links.forEach((one, j) => paths[j].classList.toggle('off', isOn && !isOf(one)));
+    node.addEventListener('pointerenter', () => mark(true));
+    node.addEventListener('pointerleave', () => mark(false));
+  });
   const arrow = { id: 'arrow', viewBox: '0 0 8 8', refX: 4, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: 'userSpaceOnUse', orient: 'auto' };
+  const said = `${peers.length} pods and servers, ${links.length} links between them`;
   const drawing = svg(
     'svg',
-    { width, height, viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': `${peers.length} peers and ${links.length} links between them` },
+    { width, height: y + 6, viewBox: `0 0 ${width} ${y + 6}`, role: 'img', 'aria-label': said },
     svg('defs', {}, svg('marker', arrow, svg('path', { class: 'arrow', d: 'M0 0 L8 4 L0 8z' }))),
-    ...links.map((one) => link(one, places.get(one.server), places.get(one.requester), centre, most)),
-    ...peers.map((peer) => node(peer, places.get(peer.id), centre)),
+    ...heads, ...paths, ...rows,
   );
-  const more = data.num_peers > peers.length ? ` ${data.num_peers - peers.length} more are not drawn.` : '';
-  const note = `Circles are pods, squares storage servers, a ring is a pod that drains. Arrows: the way that bytes go.${more}`;
+  const more = data.num_peers > peers.length ? ` Drawn are those that drain and the busiest; ${number(data.num_peers - peers.length)} more are not.` : '';
+  const note = `Circles are pods, squares storage servers, a ring drains. Bars: how full their tiers are. Arrows: the way that bytes go.${more}`;
   return html('figure', {}, drawing, html('figcaption', {}, note));
 }

@@ -1,4 +1,4 @@
-"""Stores chunks, fetches them again, removes them; measures the first two."""
+"""Stores chunks at a cache_storage, fetches them again, removes them; measures the first two."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from lmcache_core.record import Miss
 from lmcache_core.security import ClientTls, TokenFile
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.remote.base import RemoteOptions
+from lmcache_core.storage.remote.http import MAX_CONNECTIONS, HttpBackend
 
 from lmcache_ctl.bench.chunks import MODEL, BenchChunks
-from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, no_fetch
-from lmcache_ctl.bench.report import Load, Report
+from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, Tell, no_fetch
+from lmcache_ctl.bench.report import Load, Phase, Report
+from lmcache_ctl.bench.ways import MAX_PROBES, asking_for_nothing, way_phases, way_to
+from lmcache_ctl.cluster.services import Service
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.rest import tls_context
 from lmcache_ctl.settings import CtlSettings
@@ -29,48 +33,80 @@ CLEAN_TIMEOUT_S: Final = 30.0
 REMOVED_AT_ONCE: Final = 128
 
 
-async def run_load(settings: CtlSettings, load: Load) -> Report:
-    """Store, fetch, remove.
+async def run_storage_load(settings: CtlSettings, service: Service, load: Load, tell: Tell) -> Report:
+    """Learn what the way takes; store, fetch, remove.
 
     Raises:
         CtlError: The target cannot be reached.
         UsageError: Its URL, token or TLS files are wrong.
     """
-    async with _opened(settings, load) as backend:
+    async with _opened(settings, service) as backend:
         chunks = BenchChunks(load.chunk_bytes)
+        way = await _of_the_way(settings, service, backend, load, tell)
         stored: list[int] = []
         try:
-            store = await PhaseRun("store", load, load.seconds * STORE_SHARE).run(_storing(backend, chunks, stored, load))
+            storing = PhaseRun("store", load.concurrency, load.seconds * STORE_SHARE, tell)
+            store = await storing.run(_storing(backend, chunks, stored, load))
             left_s = max(load.seconds - store.seconds, load.seconds * STORE_SHARE)
-            fetching = PhaseRun("fetch", load, left_s).run
-            fetch = await fetching(_fetching(backend, chunks, stored, load)) if stored else no_fetch()
+            fetching = PhaseRun("fetch", load.concurrency, left_s, tell)
+            fetch = await fetching.run(_fetching(backend, chunks, stored, load)) if stored else no_fetch()
         finally:
             num_removed, num_left = await _clean(backend, chunks)
-    return Report(load, [store, fetch], num_removed, num_left)
+    return Report(load, [*way, store, fetch], num_removed, num_left)
 
 
 @asynccontextmanager
-async def _opened(settings: CtlSettings, load: Load) -> AsyncIterator[StorageBackend]:
+async def _opened(settings: CtlSettings, service: Service) -> AsyncIterator[StorageBackend]:
     try:
-        token = None if settings.token_file is None else TokenFile(settings.token_file, "token-file")
-        is_encrypted = load.url.startswith(("https://", "lm+tls://"))
-        tls = ClientTls(tls_context(settings.tls), settings.tls_name) if is_encrypted else None
-        backend = create_remote_backend(load.url, token, CALL_TIMEOUT_S, MODEL, tls=tls)
+        backend = _backend(settings, service)
     except ConfigError as exc:
         raise UsageError(str(exc)) from exc
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await backend.open()
-            await backend.batched_contains([BenchChunks(load.chunk_bytes).key(0)])
+            await backend.batched_contains([BenchChunks(1).key(0)])
     except (LMCacheError, TimeoutError) as exc:
         await backend.close()
         raise CtlError(
-            f"{load.url} cannot be used: {exc or 'no answer in time'}; is that a cache_storage, and --token-file one of its tokens?"
+            f"{service.url} cannot be used: {exc or 'no answer in time'}; is that a cache_storage, and --token-file one of its tokens?"
         ) from exc
     try:
         yield backend
     finally:
         await backend.close()
+
+
+def _backend(settings: CtlSettings, service: Service) -> StorageBackend:
+    token = None if settings.token_file is None else TokenFile(settings.token_file, "token-file")
+    if service.url.startswith("http"):
+        way = way_to(service, settings, MAX_CONNECTIONS)
+        if way is not None:
+            return HttpBackend(service.url, RemoteOptions(token, CALL_TIMEOUT_S, MODEL), way)
+    is_encrypted = service.url.startswith(("https://", "lm+tls://"))
+    tls = ClientTls(tls_context(settings.tls), service.tls_name) if is_encrypted else None
+    return create_remote_backend(service.url, token, CALL_TIMEOUT_S, MODEL, tls=tls)
+
+
+async def _of_the_way(settings: CtlSettings, service: Service, backend: StorageBackend, load: Load, tell: Tell) -> list[Phase]:
+    if service.url.startswith("http"):
+        async with asking_for_nothing(service, settings) as call:
+            return await way_phases(service, call, load, tell)
+    return await way_phases(service, _asking_for_one(backend), load, tell)
+
+
+def _asking_for_one(backend: StorageBackend) -> Call:
+    """Whether one chunk is there that is not: the smallest frames of lm://."""
+    rest, key = iter(range(MAX_PROBES)), BenchChunks(1).key(0)
+
+    async def call() -> Done | None:
+        if next(rest, None) is None:
+            return None
+        done, started = Done(), time.perf_counter()
+        await backend.batched_contains([key])
+        done.seconds = time.perf_counter() - started
+        return done
+
+    return call
 
 
 def _storing(backend: StorageBackend, chunks: BenchChunks, stored: list[int], load: Load) -> Call:

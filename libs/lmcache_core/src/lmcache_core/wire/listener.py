@@ -1,0 +1,149 @@
+"""A listener of connections that are byte streams: how many there may be, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.concurrency.listening import stop_listening
+from lmcache_core.errors import UnavailableError
+from lmcache_core.wire.goodbye import end, say_goodbye
+from lmcache_core.wire.messages import ErrorMessage
+from lmcache_core.wire.stream import FrameStream
+
+LISTEN_BACKLOG: Final = 128
+
+
+class FrameSession(Protocol):
+    """Serves one connection."""
+
+    async def run(self) -> None:
+        """Serve, and end the connection."""
+
+    def drain(self) -> None:
+        """Take no more requests; the connection ends when those underway are answered."""
+
+
+class FrameListener:
+    """Listens, and has a session serve each connection, a bounded number of them at once.
+
+    Args:
+        name: Who listens, for errors and for the names of tasks.
+        max_connections: Served at once. As many may be told goodbye beside them; those beyond both are hung up on.
+        begin: Makes the session of a connection.
+        turned_away: Is told of connections that are too many.
+        goodbye: What these are told; None: nothing, they are hung up on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        max_connections: int,
+        begin: Callable[[FrameStream], FrameSession],
+        turned_away: Callable[[FrameStream], None],
+        goodbye: ErrorMessage | None = None,
+    ) -> None:
+        self._name = name
+        self._max_connections = max_connections
+        self._begin = begin
+        self._turned_away = turned_away
+        self._goodbye = goodbye
+        self._server: asyncio.Server | None = None
+        self._sessions: set[FrameSession] = set()
+        self._served: set[FrameStream] = set()
+        self._leaving: set[FrameStream] = set()
+        self._tasks = TaskSupervisor(name, 2 * max_connections)
+        self._is_closing = False
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on. Only while it is open.
+
+        Raises:
+            UnavailableError: It is not.
+        """
+        if self._server is None or not self._server.sockets:
+            raise UnavailableError(f"{self._name} does not listen")
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are served now."""
+        return len(self._served)
+
+    async def open(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, handshake_s: float | None = None
+    ) -> Sequence[socket.socket]:
+        """Listen.
+
+        Args:
+            host: Where.
+            port: 0 takes a free one.
+            tls: Encrypts every connection; None: none is.
+            handshake_s: Longest TLS handshake; only with `tls`.
+
+        Returns:
+            The sockets that listen. Connections take their options over.
+
+        Raises:
+            UnavailableError: The address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: FrameStream(self._accept), host, port, backlog=LISTEN_BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as exc:
+            raise UnavailableError(f"{self._name} cannot listen on {host}:{port}: {exc}") from exc
+        return self._server.sockets
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what is left. Idempotent."""
+        self._is_closing = True
+        if self._server is not None:
+            await stop_listening(self._server)
+        for session in list(self._sessions):
+            session.drain()
+        left = [*self._served, *self._leaving]
+        await self._tasks.close(drain_s)
+        for stream in left:
+            stream.abort()
+        for stream in left:
+            await stream.wait_closed()
+        self._served.clear()
+        self._leaving.clear()
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None
+
+    def _accept(self, stream: FrameStream) -> None:
+        if self._is_closing:
+            self._leaving.add(stream)
+            stream.abort()
+        elif len(self._served) < self._max_connections and self._tasks.start("connection", self._serve(stream)):
+            self._served.add(stream)
+        else:
+            self._turned_away(stream)
+            if self._goodbye is not None and self._tasks.start("goodbye", self._turn_away(stream, self._goodbye)):
+                self._leaving.add(stream)
+            else:
+                stream.abort()
+
+    async def _serve(self, stream: FrameStream) -> None:
+        session = self._begin(stream)
+        self._sessions.add(session)
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+            self._served.discard(stream)
+
+    async def _turn_away(self, stream: FrameStream, goodbye: ErrorMessage) -> None:
+        await say_goodbye(stream, goodbye)
+        await end(stream)
+        self._leaving.discard(stream)

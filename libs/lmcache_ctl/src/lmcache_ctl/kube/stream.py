@@ -1,0 +1,54 @@
+"""A stream of a port-forward. Imports the package `kubernetes`, and so is imported only when one is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from kubernetes.stream.stream import _websocket_request
+from kubernetes.stream.ws_client import PortForward, create_websocket, get_websocket_url
+from websocket import WebSocketException
+
+from lmcache_ctl.kube.access import Cluster
+
+
+class Stream(PortForward):  # type: ignore[misc]
+    """The package's own, whose thread ends without a word when the connection breaks, and leaves nothing open.
+
+    Attributes:
+        has_ended: Set when its thread has closed everything.
+    """
+
+    def __init__(self, websocket: Any, ports: list[int]) -> None:
+        self.has_ended = threading.Event()  # the thread that the next line starts sets it
+        super().__init__(websocket, ports)
+
+    def _proxy(self) -> None:
+        try:
+            with contextlib.suppress(OSError, ValueError, RuntimeError, WebSocketException):
+                super()._proxy()
+        finally:
+            for port in self.local_ports.values():
+                port.python.close()
+            self.websocket.shutdown()
+            self.has_ended.set()
+
+
+def open_stream(cluster: Cluster, pod: str, port: int) -> Stream:
+    """A stream to a port of a pod, with a client of its own: while a stream is opened the client can do nothing else.
+
+    Raises:
+        ApiException: The API refuses.
+        OSError: It cannot be reached.
+        WebSocketException: It answers something else.
+    """
+    from kubernetes import client
+
+    def connected(configuration: Any, method: str, url: str, headers: Any = None, **_: Any) -> Stream:
+        return Stream(create_websocket(configuration, get_websocket_url(url), headers), [port])
+
+    with cluster.client() as own:
+        asked = client.CoreV1Api(own).connect_get_namespaced_pod_portforward
+        stream: Stream = _websocket_request(connected, {"_preload_content": False}, asked, pod, cluster.namespace, ports=str(port))
+    return stream

@@ -1,0 +1,72 @@
+"""Names: valid whatever the release is called, and those of two releases in one namespace never the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from tests.helm.conftest import Chart, Manifest
+
+EVERYTHING = ["--set", "webhook.enabled=true", "--set-json", f'models=[{{"name": "{"m" * 20}", "model": "example/tiny-llama"}}]']
+LONGEST = "r" * 53
+"""What Helm allows."""
+LIMITS = {"CronJob": 52, "StatefulSet": 52}
+"""Pods and Jobs of theirs have names, and labels, that are longer than their own."""
+
+
+def installed(chart: Chart, release: str, *arguments: str) -> list[Manifest]:
+    answer = chart.run("template", release, str(chart.path), "--namespace", "inference", *arguments)
+    assert answer.returncode == 0, answer.stderr
+    return [one for one in yaml.safe_load_all(answer.stdout) if one]
+
+
+def names(manifests: list[Manifest]) -> set[tuple[str, str]]:
+    return {(one["kind"], one["metadata"]["name"]) for one in manifests}
+
+
+@pytest.mark.parametrize("release", [LONGEST, "x", "lmcache"])
+def test_names_fit_whatever_the_release_is_called(chart: Chart, release: str) -> None:
+    manifests = installed(chart, release, *EVERYTHING)
+    for kind, name in names(manifests):
+        assert len(name) <= LIMITS.get(kind, 63), f"{kind} {name}"
+    for one in manifests:
+        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values()), one["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("blue", "green"), ("team-inference-platform-production-eu", "team-inference-platform-production-us"), (LONGEST, f"{LONGEST[:-1]}s")],
+)
+def test_two_releases_share_a_namespace(chart: Chart, one: str, other: str) -> None:
+    """No object of one is the other's, and no policy, budget or Service of one is about the other's pods."""
+    ours, theirs = installed(chart, one, *EVERYTHING), installed(chart, other, *EVERYTHING)
+    assert not names(ours) & names(theirs)
+    pods = [workload["spec"]["template"]["metadata"]["labels"] for workload in theirs if "template" in workload.get("spec", {})]
+    assert len(pods) >= 6
+    selectors = [
+        selector
+        for manifest in ours
+        for selector in (manifest.get("spec", {}).get("selector"), manifest.get("spec", {}).get("podSelector"))
+        if selector
+    ]
+    assert len(selectors) >= 20
+    for selector in selectors:
+        wanted = selector.get("matchLabels", selector).items()
+        assert not any(wanted <= labels.items() for labels in pods), selector
+
+
+@pytest.mark.parametrize("release", ["1st", "a.b"])
+def test_a_name_that_no_service_can_have_is_refused(chart: Chart, release: str) -> None:
+    """Helm would take it, and the cluster refuse every Service."""
+    answer = chart.run("template", release, str(chart.path))
+    assert "set fullnameOverride" in answer.stderr
+    assert names(installed(chart, release, "--set", "fullnameOverride=cache"))
+
+
+@pytest.mark.parametrize("value", ["nameOverride", "fullnameOverride"])
+@pytest.mark.parametrize("name", ["1st", "a.b", "Upper"])
+def test_overrides_are_names_of_services(chart: Chart, value: str, name: str) -> None:
+    assert value in chart.refuse({value: name})

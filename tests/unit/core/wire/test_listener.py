@@ -1,0 +1,173 @@
+"""What listeners of byte streams share: who is let in, who is turned away, and that closing loses nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_core.wire.frames import FrameType
+from lmcache_core.wire.listener import FrameListener
+from lmcache_core.wire.messages import ErrorCode, ErrorMessage
+from lmcache_core.wire.stream import FrameStream
+
+from tests.fixtures.compat import listening
+from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving
+
+BUSY = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
+
+
+class Talk:
+    """A session that says one byte and lasts until its client goes, or until it is drained."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+
+    async def run(self) -> None:
+        with contextlib.suppress(UnavailableError):
+            await self._stream.send(b"!")
+            await self._stream.readinto(memoryview(bytearray(1)))
+        self._stream.close()
+        await self._stream.wait_closed()
+
+    def drain(self) -> None:
+        self._stream.close()
+
+
+class Stubborn(Talk):
+    """One that does not end when it is asked to."""
+
+    def drain(self) -> None:
+        return
+
+
+class Listening:
+    """A listener and whom it turned away."""
+
+    def __init__(self, max_connections: int, goodbye: ErrorMessage | None, session: type[Talk]) -> None:
+        self.turned_away: list[FrameStream] = []
+        self.listener = FrameListener("test listener", max_connections, session, self.turned_away.append, goodbye)
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(5):
+            while self.listener.num_connections:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def open_listener(
+    max_connections: int = 2, goodbye: ErrorMessage | None = BUSY, session: type[Talk] = Talk
+) -> AsyncIterator[Listening]:
+    made = Listening(max_connections, goodbye, session)
+    await made.listener.open("127.0.0.1", 0)
+    try:
+        yield made
+    finally:
+        await made.listener.close()
+        assert made.listener.num_connections == 0
+
+
+async def heard(raw: RawConnection) -> bytes:
+    async with asyncio.timeout(5):
+        return await raw.reader.read(1)
+
+
+@pytest.mark.parametrize("kind", ["lm", "compat"])
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_who_connects_while_it_closes_is_hung_up_on(kind: str, num_turns: int) -> None:
+    """After so many turns of the loop the connection is still in the backlog, accepted, or its session about to begin."""
+    loop = asyncio.get_running_loop()
+    failures: list[object] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    opened = serving(MemoryStore()) if kind == "lm" else listening()
+    async with opened as made:
+        server = made if kind == "lm" else made.server
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await server.close()
+            gc.collect()  # where something was left open, it is told here
+            client.settimeout(0.5)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
+    assert not failures
+
+
+@pytest.mark.parametrize("goodbye", [BUSY, None])
+async def test_those_who_are_too_many_are_told_or_hung_up_on(goodbye: ErrorMessage | None) -> None:
+    async with open_listener(1, goodbye) as made, connected(made.listener.port) as first:
+        assert await heard(first) == b"!"
+        async with connected(made.listener.port) as second:
+            if goodbye is None:
+                assert await second.is_closed()
+            else:
+                header, message, _ = await second.read()
+                assert (header.type, message) == (FrameType.ERROR, goodbye)
+        assert (len(made.turned_away), made.listener.num_connections) == (1, 1)
+
+
+async def test_those_who_are_told_goodbye_take_no_place_of_others() -> None:
+    async with open_listener(1) as made, connected(made.listener.port) as first, contextlib.AsyncExitStack() as many:
+        assert await heard(first) == b"!"
+        for _ in range(4):  # nobody reads what they are told
+            await many.enter_async_context(connected(made.listener.port))
+        async with asyncio.timeout(5):
+            while len(made.turned_away) < 4:
+                await asyncio.sleep(0.005)
+        first.writer.close()
+        await made.until_idle()
+        async with connected(made.listener.port) as next_one:
+            assert await heard(next_one) == b"!"
+
+
+async def test_it_waits_for_sessions_for_as_long_as_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_listener(session=Stubborn) as made, connected(made.listener.port) as raw:
+        assert await heard(raw) == b"!"
+        closing = asyncio.ensure_future(made.listener.close(drain_s=0.2))
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        async with asyncio.timeout(3):
+            await closing
+        assert await raw.is_closed()
+    assert not caplog.records
+
+
+async def test_sessions_that_are_drained_end_at_once() -> None:
+    async with open_listener() as made, connected(made.listener.port) as raw:
+        assert await heard(raw) == b"!"
+        async with asyncio.timeout(3):
+            await made.listener.close(drain_s=60)
+        assert await raw.is_closed()
+
+
+async def test_the_port_is_known_only_while_it_listens() -> None:
+    made = Listening(1, None, Talk)
+    with pytest.raises(UnavailableError, match="test listener does not listen"):
+        _ = made.listener.port
+    await made.listener.close()
+    async with open_listener() as other, contextlib.AsyncExitStack():
+        again = Listening(1, None, Talk)
+        with pytest.raises(UnavailableError, match=f"test listener cannot listen on 127.0.0.1:{other.listener.port}"):
+            await again.listener.open("127.0.0.1", other.listener.port)
+        await again.listener.close()
+        port = other.listener.port
+        await asyncio.gather(*(other.listener.close() for _ in range(3)))
+        with pytest.raises(UnavailableError, match="does not listen"):
+            _ = other.listener.port
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_handshake_that_nobody_goes_on_with_ends() -> None:
+    made = Listening(1, None, Talk)
+    await made.listener.open("127.0.0.1", 0, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0.2)
+    async with connected(made.listener.port) as raw:
+        assert await raw.is_closed()
+    assert not made.turned_away
+    await made.listener.close()
