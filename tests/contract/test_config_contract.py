@@ -54,6 +54,8 @@ OURS = [
     ("peer_tls_client_ca_file", None),
     ("peer_tls_name", None),
     ("peer_allow_plaintext", False),
+    ("blend_policy", "deviation"),
+    ("blend_certificates", None),
     ("sidecar_socket", None),
     ("verify_hot", "always"),
     ("tier_timeout_s", 2.0),

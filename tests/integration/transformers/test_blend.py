@@ -10,10 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
+from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
+from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
-from lmcache_core.integrations.transformers.blended import BlendingModel, rope_parameters_of
+from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
+from lmcache_core.integrations.transformers.blended import BlendingModel, blending_model_of, rope_parameters_of
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -152,12 +156,21 @@ def test_documents_are_found_in_another_order_and_only_some_tokens_computed(mode
         assert deviations[3] < 1e-9
 
 
-def test_a_separator_may_overlap_itself(model):
-    with cached(model) as (engine, _):
-        twice = SPTBlendRetriever(torch.tensor([7, 7]), engine, metadata_of(model, "test", engine.config))
-        segments = list(twice._segments(torch.tensor([1, 7, 7, 7, 7, 7, 2])))
-        twice.close()
+def test_a_separator_may_overlap_itself():
+    segments = split_behind(torch.tensor([1, 7, 7, 7, 7, 7, 2]), torch.tensor([7, 7]))
     assert [segment.tolist() for segment in segments] == [[1, 7, 7], [7, 7], [7, 2]]
+
+
+def test_documents_that_are_a_prefix_here_are_taken_as_one(model):
+    first, second, question = document(22, 1), document(30, 2), text(5, 3)
+    with cached(model) as (engine, retriever):
+        store(model, engine, first)
+        store(model, engine, second)
+        store(model, engine, torch.cat([first, second]))
+        prompt = torch.cat([first, second, question])
+        assert_equals_full(model, [prompt], blending(model, retriever, 0.0, "none"))
+        positions = retriever.new_request(prompt, torch.tensor([0, len(prompt)])).result(0).original_positions
+        assert positions.tolist() == [*range(len(first) + len(second)), 0, 0, 0, 0, 0]
 
 
 def test_bad_input_is_refused(model):
@@ -169,3 +182,85 @@ def test_bad_input_is_refused(model):
         store(model, engine, document(30, 1))
         with pytest.raises(ValueError, match="layer 9"):
             retriever.new_request(document(30, 1), torch.tensor([0, 32])).result(9)
+
+
+def certify(model, folder, engine, **figures):
+    quality = {"kl_nats": 0.0, "top1_agreement": 1.0, "delta_loss_nats": 0.0} | figures
+    profile = BlendProfile(engine.config.blend_policy, engine.config.blend_recompute_ratio, tuple(SEPARATOR.tolist()))
+    found = Quality(num_prompts=2, num_tokens=20, delta_loss_error=0.0, reused_share=0.9, **quality)
+    made = BlendCertificate(1, "test", engine.metadata.revision, profile, QualityBounds(), found, "0.1.0")
+    CertificateFolder(folder).save(made)
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {"enable_blending": True, "blend_certificates": str(tmp_path), "blend_min_tokens": 40, "blend_recompute_ratio": 0.25}
+
+
+def test_one_call_blends(model, options, tmp_path):
+    first, second, question = document(30, 1), document(22, 2), text(5, 3)
+    prompt = torch.cat([second, first, question])
+    with cached(model, **options) as (engine, _):
+        certify(model, tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            assert blending_model.reason_against_blending is None
+            assert not blending_model.generate(prompt, 1).is_blended, "nothing is cached yet"
+            for one in (first, second):
+                blending_model.keep_document(one)
+            assert not blending_model.generate(prompt, 3).is_blended, "the prompt itself is cached, which is exact"
+            other = torch.cat([first, second, question])
+            answer = blending_model.generate(other, 4)
+            assert answer.is_blended
+            assert answer.num_reused_tokens == len(first) + len(second)
+            assert len(answer.tokens) == 4
+            assert engine.lookup(other) == len(first), "the first document alone: what was blended is not stored"
+            assert not blending_model.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
+
+
+def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
+    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
+    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
+        certify(model, tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            for one in (document(30, 1), document(22, 2)):
+                blending_model.keep_document(one)
+            answer = blending_model.generate(prompt, 8)
+            assert answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
+
+
+@pytest.mark.parametrize("figures", [None, {"kl_nats": 0.2}], ids=["none", "failed"])
+def test_without_a_certificate_prompts_are_computed_and_it_is_said(model, options, tmp_path, figures, caplog):
+    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
+    with cached(model, **options) as (engine, _):
+        if figures is not None:
+            certify(model, tmp_path, engine, **figures)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
+            assert "certificate" in plain.reason_against_blending
+            assert plain.reason_against_blending in caplog.text
+            plain.keep_document(document(30, 1))
+            answer = plain.generate(prompt, 8)
+            assert not answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
+
+
+def test_blending_needs_a_separator(model, options):
+    with cached(model, **options) as (engine, _), pytest.raises(ConfigError, match="separator"):
+        CachedCausalLM(model, engine)
+
+
+def test_quality_of_full_recompute_is_perfect_and_of_none_is_not(model):
+    prompts = [SplitPrompt([document(20, seed), document(24, seed + 1)], text(12, seed + 2)) for seed in (1, 5, 9)]
+    done: list[int] = []
+
+    def quality(policy: str, ratio: float) -> Quality:
+        profile = BlendProfile(policy, ratio, tuple(SEPARATOR.tolist()))
+        return measure(model, prompts, lambda retriever: blending_model_of(model, retriever, profile), done.append)
+
+    perfect, none, half = quality("deviation", 1.0), quality("none", 0.0), quality("deviation", 0.5)
+    assert abs(perfect.kl_nats) < 1e-5
+    assert perfect.top1_agreement == 1.0
+    assert abs(perfect.delta_loss_nats) < 1e-5
+    assert none.kl_nats > half.kl_nats > 1e-3
+    assert perfect.num_tokens == 33
+    assert done == [1, 2, 3] * 3

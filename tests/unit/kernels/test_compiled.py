@@ -38,9 +38,10 @@ def test_kernels_compile(capability, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("program", ["compiled_blend.py", "compiled_codec.py"])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_codec_kernels_compile(capability, tmp_path):
+def test_other_kernels_compile(capability, program, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    program = Path(__file__).with_name("compiled_codec.py")
-    done = subprocess.run([sys.executable, str(program), str(capability)], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(capability)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def select_kernel(bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num
     count = tl.load(counts_ptr + request)
     threshold = tl.full([], 0, tl.int32)
     bit = tl.full([], 1 << 30, tl.int32)
-    for _ in range(_NUM_BITS):
+    for _step in range(_NUM_BITS):
         candidate = threshold | bit
         reached = tl.full([], 0, tl.int64)
         for first in range(start, end, BLOCK):

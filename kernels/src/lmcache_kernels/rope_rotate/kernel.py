@@ -19,34 +19,24 @@ MAX_BLOCK_HEADS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rope_rotate_kernel(  # type: ignore[no-untyped-def]
-    k_ptr,
-    out_ptr,
-    positions,
-    tables,
-    sizes,
-    KIND: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Some heads of one token.
 
     Args:
-        k_ptr: Words of K `[num_tokens, num_heads, head_size]`.
-        out_ptr: Written, as K.
+        words: K `[num_tokens, num_heads, head_size]`; and the same, written.
         positions: int64 `[num_tokens]` of the source and of the target.
-        tables: float32 `[num_positions, 2 * HALF]` of both.
+        tables: float32 `[num_positions, num_rotated]` of both.
         sizes: num_heads, head_size.
         KIND: Of the words: `codec_shape.KINDS`.
-        HALF: Pairs of dimensions.
-        IS_INTERLEAVED: Whether neighbours are a pair.
-        BLOCK_HEADS: Heads worked on at once, a power of two.
-        BLOCK_PAIRS: `HALF`, rounded up to a power of two.
-        BLOCK_REST: The dimensions that are not rotated, likewise; 0 when there are none.
+        PAIRS: Number of pairs of dimensions; whether neighbours are a pair.
+        BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that of other dimensions, 0 for none.
     """
+    HALF: tl.constexpr = PAIRS[0]
+    IS_INTERLEAVED: tl.constexpr = PAIRS[1]
+    BLOCK_HEADS: tl.constexpr = BLOCKS[0]
+    BLOCK_PAIRS: tl.constexpr = BLOCKS[1]
+    BLOCK_REST: tl.constexpr = BLOCKS[2]
+    k_ptr, out_ptr = words
     source_ptr, target_ptr = positions
     source_table_ptr, target_table_ptr = tables
     num_heads, head_size = sizes
@@ -88,18 +78,16 @@ def launch(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
         return
     half, num_rest = rotation.num_rotated // 2, head_size - rotation.num_rotated
     block_heads = min(MAX_BLOCK_HEADS, int(triton.next_power_of_2(num_heads)))
+    words = WORD_DTYPES[k.dtype]
+    blocks = (block_heads, int(triton.next_power_of_2(half)), int(triton.next_power_of_2(num_rest)) if num_rest else 0)
     with launching(k.device):
         rope_rotate_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
-            k.view(WORD_DTYPES[k.dtype]),
-            out.view(WORD_DTYPES[k.dtype]),
+            (k.view(words), out.view(words)),
             (rotation.source, rotation.target),
             (rotation.source_table, rotation.target_table),
             (num_heads, head_size),
             KIND=KINDS[k.dtype],
-            HALF=half,
-            IS_INTERLEAVED=rotation.is_interleaved,
-            BLOCK_HEADS=block_heads,
-            BLOCK_PAIRS=triton.next_power_of_2(half),
-            BLOCK_REST=triton.next_power_of_2(num_rest) if num_rest else 0,
+            PAIRS=(half, rotation.is_interleaved),
+            BLOCKS=blocks,
             **EXACT,
         )

@@ -83,7 +83,9 @@ IMPOSSIBLE = [
     *((name, v) for name in ("local_cpu", "save_decode_cache", "enable_p2p", "error_handling") for v in ("false", 0, None)),
     *((name, v) for name in ("disk_fsync", "save_unfull_chunk") for v in ("false", 0, None)),
     *((name, v) for name in ("lookup_url", "distributed_url", "sidecar_socket", "remote_token_file") for v in (5, False, "", " ")),
-    *(("enable_blending", v) for v in (True, "no")),
+    ("enable_blending", "no"),
+    *(("blend_policy", v) for v in ("best", None, 1)),
+    *(("blend_certificates", v) for v in (5, "", " ")),
     *(("trace_sample_ratio", v) for v in (-0.1, 1.1, "half", None)),
     *((name, v) for name in ("broker_url", "peer_token_file", "peer_ticket_keys_file", "otlp_endpoint") for v in (5, False, "", " ")),
     *((f"peer_tls_{name}", v) for name in ("cert_file", "key_file", "ca_file", "client_ca_file", "name") for v in (5, False, "", " ")),
@@ -246,11 +248,6 @@ def test_the_sidecar_has_the_settings_that_errors_name():
     assert named
     assert set(named) <= set(settings)
     assert set(BESIDE_SIDECAR) == {name for name, option in OPTIONS.items() if option.about.beside_sidecar}
-
-
-def test_blending_is_refused_not_ignored():
-    with pytest.raises(ConfigError, match="enable_blending=True: must be false; blending is not in this release"):
-        LMCacheEngineConfig.from_defaults(enable_blending=True)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -20,6 +20,22 @@ MAX_SEGMENTS_AT_ONCE = 8
 RETRIEVAL_TIMEOUT_S = 120.0
 """Beyond every deadline of the tiers: whoever waits longer has met a defect."""
 _FORMATS = ("vllm", "huggingface")
+
+
+def split_behind(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of a prompt, each but the last with the separator at its end.
+
+    Args:
+        tokens: Token ids `[num_tokens]`.
+        separator: Token ids, at least one, of the same dtype and device.
+    """
+    width, start, parts = len(separator), 0, []
+    if len(tokens) >= width:
+        for at in (tokens.unfold(0, width, 1) == separator).all(1).nonzero().flatten().tolist():
+            if at >= start:  # else it begins within the one before
+                parts.append(tokens[start : at + width])
+                start = at + width
+    return [*parts, tokens[start:]] if start < len(tokens) else parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +111,8 @@ class SPTBlendRetriever(BlendRetriever):
     """Splits prompts behind each occurrence of a special token sequence and retrieves every segment as a prompt of its own.
 
     Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be found is stored with the sequence at its
-    end. Whole chunks are found, and with `save_unfull_chunk` the last part of a segment too.
+    end. Whole chunks are found, and with `save_unfull_chunk` the last part of a segment too. First segments that are cached together, as
+    the prefix that they are in this prompt, are retrieved as that.
 
     Args:
         spt: Token ids of the sequence, at least one.
@@ -138,16 +155,15 @@ class SPTBlendRetriever(BlendRetriever):
         tasks = [self._threads.submit(self._retrieve, segment, device) for segment in segments]
         return SPTBlendRetrieverTask(segments, tasks, self._metadata.fmt)
 
-    def _segments(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parts of one request, the special tokens at the end of each but the last."""
-        width, start = len(self._spt), 0
-        if len(tokens) >= width:
-            for at in (tokens.unfold(0, width, 1) == self._spt).all(1).nonzero().flatten().tolist():
-                if at >= start:  # else it begins within the one before
-                    yield tokens[start : at + width]
-                    start = at + width
-        if start < len(tokens):
-            yield tokens[start:]
+    def _segments(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of one request. Those that are cached as the prefix that they are here are one: nothing of it needs mending."""
+        segments = split_behind(tokens, self._spt)
+        if len(segments) < 2:
+            return segments
+        num_exact = self._engine.lookup(tokens)
+        ends = list(accumulate(len(segment) for segment in segments))
+        num_joined = sum(end <= num_exact for end in ends)
+        return segments if num_joined < 2 else [tokens[: ends[num_joined - 1]], *segments[num_joined:]]
 
     def _retrieve(self, segment: torch.Tensor, device: torch.device) -> RetrievedSegment:
         num_tokens = len(segment)

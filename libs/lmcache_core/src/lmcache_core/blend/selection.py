@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from lmcache_kernels.blend_select import blend_select
 
+from lmcache_core.config.blend_options import BLEND_POLICIES
+
 RECOMPUTED_TAIL_TOKENS = 1
 """Tokens at the end of each request that are always computed: logits are not cached."""
 _SLACK = 1e-9
@@ -79,7 +81,8 @@ class FirstOfChunk:
     """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the chunk's own beginning.
 
     Attributes:
-        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt.
+        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt. One in
+            front of a request is there where it was computed, and is left as it is.
     """
 
     ratio: float
@@ -92,6 +95,9 @@ class FirstOfChunk:
         chunk_of = (valid & (originals == 0)).long().cumsum(0)
         lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(0, chunk_of, valid.double())
         counts = torch.ceil(lengths * self.ratio - _SLACK)
+        for start, end in pairwise(candidates.starts):
+            if start < end and bool(candidates.valid_mask[start]):
+                counts[chunk_of[start]] = 0  # a prefix, as it was
         return _with_the_rest(valid & (originals < counts[chunk_of]), candidates)
 
 
@@ -118,7 +124,7 @@ def _with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor
 _POLICIES: Mapping[str, Callable[[float], SelectionPolicy]] = MappingProxyType(
     {"deviation": MostDeviating, "first_of_chunk": FirstOfChunk, "none": lambda _: NoneAtAll()}
 )
-POLICY_NAMES = tuple(_POLICIES)
+POLICY_NAMES = BLEND_POLICIES
 
 
 def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:

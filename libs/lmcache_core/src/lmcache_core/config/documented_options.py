@@ -68,11 +68,17 @@ class DocumentedOptions:
     )
     enable_blending: bool = field(
         metadata=about(
-            "Blending", "Reuse chunks that are not a prefix.", choices=(False,), hint="blending is not in this release, so set it to false"
+            "Blending",
+            "Reuse chunks that are not a prefix, for a model with a certificate in `blend_certificates`. For Hugging Face transformers: "
+            "vLLM loads prefixes only.",
         )
     )
-    blend_recompute_ratio: float = field(metadata=about("Blending", "Share of the tokens that blending recomputes.", low=0, high=1))
-    blend_min_tokens: int = field(metadata=about("Blending", "Shortest prompt that is blended.", unit="tokens", low=0, high=(1 << 31) - 1))
+    blend_recompute_ratio: float = field(
+        metadata=about("Blending", "Share of the reused tokens that are computed anew, as `blend_policy` selects them.", low=0, high=1)
+    )
+    blend_min_tokens: int = field(
+        metadata=about("Blending", "Shortest prompt that is blended; shorter ones are computed.", unit="tokens", low=0, high=(1 << 31) - 1)
+    )
     enable_p2p: bool = field(
         metadata=about(
             "Peers",

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from lmcache_core.config import sources
+from lmcache_core.config.blend_options import BlendOptions
 from lmcache_core.config.contradictions import refuse_contradictions
 from lmcache_core.config.documented_options import DocumentedOptions
 from lmcache_core.config.legacy import tiers_of
@@ -26,7 +27,7 @@ _TEN_YEARS_S = 10 * 365 * 86400
 
 
 @dataclass(frozen=True, repr=False)
-class LMCacheEngineConfig(PeerOptions, DocumentedOptions):
+class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with it, and in docs/configuration.md.
 
     The first fifteen are the documented ones, with their defaults in `from_defaults`. The others are this library's own.

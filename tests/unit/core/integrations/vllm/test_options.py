@@ -79,3 +79,8 @@ def test_short_chunks_are_never_stored() -> None:
 def test_names_that_are_given() -> None:
     options = read_options({**PLACE, "model_name": "m", "revision": "r", "kv_cache_layout": "HND"}, "cpu")
     assert (options.model_name, options.revision, options.kv_cache_layout) == ("m", "r", "HND")
+
+
+def test_blending_is_refused_not_ignored() -> None:
+    with pytest.raises(ConfigError, match="enable_blending=True: vLLM lets a connector load prefixes only"):
+        read_options({**PLACE, "enable_blending": True}, "cpu")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RopeParameters
+from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RopeParameters, RotaryEmbedding, SPTBlendRetriever
+from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
+from lmcache_core.blend.retriever import split_behind
+from lmcache_core.blend.selection import create_policy
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,3 +166,78 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     first, second = x.chunk(2, -1)
     turned: torch.Tensor = x * cos + torch.cat([-second, first], -1) * sin
     return turned
+
+
+def blending_model_of(model: PreTrainedModel, retriever: BlendRetriever, profile: BlendProfile) -> BlendingModel:
+    """A model that blends as a profile says.
+
+    Raises:
+        ValueError: The model rotates in a way that is not known here.
+    """
+    executor = CacheBlendImpl(profile.recompute_ratio, create_policy(profile.policy, profile.recompute_ratio))
+    executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
+    return BlendingModel(model, retriever, executor)
+
+
+class PromptBlender:
+    """Blends the prompts for which that is allowed and worth it, as the engine's options say.
+
+    Args:
+        model: In eval mode.
+        engine: Opened; with `enable_blending`.
+        separator: Token ids that end each document, `[num_tokens]`.
+
+    Raises:
+        ConfigError: The separator is missing, or a certificate cannot be read.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None) -> None:
+        if separator is None or separator.ndim != 1 or len(separator) == 0:
+            raise ConfigError(
+                "enable_blending=True: blending needs a separator, the token ids that end each document; give it, or leave blending out"
+            )
+        config, metadata = engine.config, engine.metadata
+        self._engine = engine
+        self._separator = separator.cpu().to(torch.int64)
+        self._profile = BlendProfile(config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist()))
+        self._retriever = SPTBlendRetriever(self._separator, engine, metadata, model.device)
+        self._blended: BlendingModel | None = None
+        self.reason_against = self._reason_against(model)
+        """Why this model is not blended; None if it is."""
+        if self.reason_against is None:
+            self._blended = blending_model_of(model, self._retriever, self._profile)
+        else:
+            _LOG.warning("prompts are computed without blending: %s", self.reason_against)
+
+    def close(self) -> None:
+        """End the retriever's threads. Idempotent."""
+        self._retriever.close()
+
+    def prefill(self, input_ids: torch.Tensor) -> BlendedPrefill | None:
+        """Compute a prompt's KV with what is cached of its documents.
+
+        Args:
+            input_ids: Prompt, `[num_tokens]`.
+
+        Returns:
+            None where the longest cached prefix, which is exact, is as good, or where the prompt is not to be blended.
+        """
+        if self._blended is None or len(input_ids) < self._engine.config.blend_min_tokens:
+            return None
+        tokens = input_ids.cpu().to(torch.int64)
+        segments = split_behind(tokens, self._separator)
+        if len(segments) < 2 or sum(map(self._engine.lookup, segments)) <= self._engine.lookup(tokens):
+            return None
+        return self._blended.prefill(input_ids, torch.tensor([0, len(input_ids)]))
+
+    def _reason_against(self, model: PreTrainedModel) -> str | None:
+        config, metadata = self._engine.config, self._engine.metadata
+        try:
+            kind = rope_parameters_of(model.config).kind
+        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            return f"how {metadata.model_name} rotates is not known: {exc}"
+        if kind == "dynamic":
+            return f"{metadata.model_name} rotates by the length of each prompt, and a chunk does not tell that of its own"
+        if config.blend_certificates is None:
+            return "blend_certificates names no folder; make a certificate with `lmcachectl certify blend`"
+        return CertificateFolder(Path(config.blend_certificates)).reason_against(metadata.model_name, metadata.revision, self._profile)

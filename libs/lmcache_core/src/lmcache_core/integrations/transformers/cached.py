@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lmcache_core.engine import LMCacheEngine
+from lmcache_core.integrations.transformers.blended import BlendedPrefill, PromptBlender
 from lmcache_core.integrations.transformers.identity import head_size_of, num_kv_heads_of, num_layers_of
 
 KVCaches = tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -25,12 +26,14 @@ class Generation:
         num_prompt_tokens: Length of the prompt.
         num_reused_tokens: How many of them were not computed.
         time_to_first_token_s: From the call until the first token was chosen, seconds.
+        is_blended: Whether reused KV stood elsewhere when it was computed; the answer is then near to that of a full prefill, not equal.
     """
 
     tokens: list[int]
     num_prompt_tokens: int
     num_reused_tokens: int
     time_to_first_token_s: float
+    is_blended: bool = False
 
 
 class CachedCausalLM:
@@ -39,11 +42,38 @@ class CachedCausalLM:
     Args:
         model: In eval mode; not changed.
         engine: Opened; made for this model (see `metadata_of`, `connector_of`). None computes everything.
+        separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with `enable_blending`.
+
+    Raises:
+        ConfigError: The engine is to blend, and there is no separator, or a certificate cannot be read.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine | None) -> None:
+    def __init__(self, model: PreTrainedModel, engine: LMCacheEngine | None, separator: torch.Tensor | None = None) -> None:
         self._model = model
         self._engine = engine
+        blends = engine is not None and engine.config.enable_blending
+        self._blender = PromptBlender(model, engine, separator) if engine is not None and blends else None
+
+    def close(self) -> None:
+        """End what blending needs; the engine stays open. Idempotent."""
+        if self._blender is not None:
+            self._blender.close()
+
+    @property
+    def reason_against_blending(self) -> str | None:
+        """Why prompts are not blended; None if they are."""
+        return "enable_blending is off" if self._blender is None else self._blender.reason_against
+
+    def keep_document(self, document: torch.Tensor) -> None:
+        """Store the KV of a document for prompts that have it anywhere.
+
+        Args:
+            document: Token ids with the separator at the end, `[num_tokens]`.
+
+        Raises:
+            ValueError: It is empty or not one-dimensional.
+        """
+        self.generate(document, 1)
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Generation:
         """Greedy generation; the prompt's KV is reused where cached and stored where not.
@@ -61,6 +91,9 @@ class CachedCausalLM:
         if input_ids.ndim != 1 or len(input_ids) == 0:
             raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
         begin = time.perf_counter()
+        blended = self._blender.prefill(input_ids) if self._blender is not None else None
+        if blended is not None:
+            return self._generate_blended(input_ids, blended, begin, max_new_tokens, eos_token_id)
         with torch.inference_mode():
             cache, num_reused = self.load(input_ids)
             loaded = time.perf_counter()
@@ -70,10 +103,24 @@ class CachedCausalLM:
             if self._engine is not None:
                 self._engine.note_prefill(len(input_ids) - num_reused, time.perf_counter() - loaded)
             self.save(input_ids, cache, num_reused)
-            while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
-                tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=input_ids.device), cache).argmax()))
+            self._decode(tokens, cache, max_new_tokens, eos_token_id)
             self._save_decoded(input_ids, tokens, cache)
         return Generation(tokens, len(input_ids), num_reused, first_s)
+
+    def _generate_blended(
+        self, input_ids: torch.Tensor, blended: BlendedPrefill, begin: float, max_new_tokens: int, eos_token_id: int | None
+    ) -> Generation:
+        """As `generate`; nothing is stored, since this KV is not what a full prefill would give."""
+        tokens = [int(blended.logits[0, -1].argmax())]
+        first_s = time.perf_counter() - begin
+        with torch.inference_mode():
+            self._decode(tokens, blended.caches[0], max_new_tokens, eos_token_id)
+        return Generation(tokens, len(input_ids), blended.num_retrieved, first_s, is_blended=True)
+
+    def _decode(self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, eos_token_id: int | None) -> None:
+        """Append generated tokens to the first."""
+        while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
+            tokens.append(int(self._forward(torch.tensor(tokens[-1:], device=self._model.device), cache).argmax()))
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
         """The cached KV of the prompt's longest prefix, fit for `past_key_values`.

@@ -74,6 +74,10 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
     engine = _engine_config(own["config_file"], named)
+    if engine.enable_blending:
+        raise ConfigError(
+            "enable_blending=True: vLLM lets a connector load prefixes only; set it to false, prefixes are reused all the same"
+        )
     return ConnectorOptions(engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"])
 
 
