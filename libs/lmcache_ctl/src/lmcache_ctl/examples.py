@@ -22,6 +22,10 @@ EXAMPLES: Final = MappingProxyType(
             "lmcachectl bench lm/lmcache-storage-0 -n lmcache --size 1MiB",
         ),
         "doctor": ("lmcachectl doctor -n lmcache --strict", "lmcachectl doctor --check-config sidecar=sidecar.yaml -o json"),
+        "certify blend": (
+            "lmcachectl certify blend --model ./llama --separator ' # # ' --certificates /etc/lmcache/certificates",
+            "lmcachectl certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200",
+        ),
         "certify codec": ("lmcachectl certify codec --profile lossless", "lmcachectl certify codec --kv kv.safetensors --max-error 0.1"),
         "codec stats": ("lmcachectl codec stats --url http://127.0.0.1:8083",),
         "codec inspect": ("lmcachectl codec inspect /var/lib/lmcache",),

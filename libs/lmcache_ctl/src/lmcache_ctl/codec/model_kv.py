@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import numpy as np
 import torch
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name
 from lmcache_core.memory.views import bytes_under
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from lmcache_ctl.codec.kv import Kv, KvTensor
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.model import load_model, own_text
 
 
 def kv_of_model(directory: Path, num_tokens: int) -> Kv:
@@ -27,17 +25,10 @@ def kv_of_model(directory: Path, num_tokens: int) -> Kv:
     Raises:
         CtlError: It cannot be loaded, or does not keep the KV of every token.
     """
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(directory), dtype="auto", local_files_only=True, trust_remote_code=False).eval()
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as exc:
-        first_line = str(exc).strip().partition("\n")[0]
-        raise CtlError(f"cannot load a model and its tokenizer from {directory}: {first_line}") from exc
-    text = "\n\n".join(topics.topics[name].strip() for name in sorted(topics.topics))
+    model, tokenizer = load_model(directory)
     longest = getattr(model.config, "max_position_embeddings", None) or num_tokens
     with torch.inference_mode():
-        ids = torch.tensor([tokenizer.encode(text, verbose=False)[: min(num_tokens, longest)]])
+        ids = torch.tensor([tokenizer.encode(own_text(), verbose=False)[: min(num_tokens, longest)]])
         cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
         sides: list[list[Any]] = [[getattr(layer, side, None) for layer in getattr(cache, "layers", [])] for side in ("keys", "values")]
         shapes = {None if kv is None else tuple(kv.shape) for side in sides for kv in side}

@@ -1,0 +1,91 @@
+"""A certificate of blending, from a model and a text to what an engine reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.integrations.transformers import metadata_of
+from lmcache_ctl.certify.blend import Cut
+from lmcache_ctl.cli import main
+from lmcache_ctl.errors import CtlError
+from lmcache_demo import model as demo_model
+from lmcache_demo.model import load_model
+
+MODEL = Path(demo_model.__file__).with_name("assets")
+SEPARATOR = "\n---\n"
+SMALL = ("--prompts", "3", "--documents", "2", "--document-tokens", "64", "--ending-tokens", "16")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["certify", "blend", "--model", str(MODEL), "--separator", SEPARATOR, *SMALL, *arguments])
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+def test_an_engine_believes_what_passed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    loose = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9")
+    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--name", "demo", *loose, "-o", "json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["quality"]["num_prompts"] == 3
+    assert found["quality"]["num_tokens"] == 3 * 15
+    assert 0 < found["quality"]["kl_nats"] < 1
+    model, tokenizer = load_model()
+    identity = metadata_of(model, "demo", LMCacheEngineConfig.from_defaults()).revision
+    profile = BlendProfile("deviation", 0.15, tuple(tokenizer.encode(SEPARATOR, add_special_tokens=False)))
+    assert CertificateFolder(tmp_path).reason_against("demo", identity, profile) is None
+
+
+def test_what_fails_is_kept_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--max-kl", "0", "--policy", "none")
+    assert code == 1
+    assert "FAILED: divergence" in out
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_full_recompute_costs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tight = ("--ratio", "1", "--max-kl", "0.001", "--min-agreement", "1", "--max-loss", "0.001")
+    code, out, _ = run(capsys, "--certificates", str(tmp_path), *tight)
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--separator", ""), "has no tokens"),
+        (("--policy", "best"), "known are deviation, first_of_chunk, none"),
+        (("--document-tokens", "2"), "no room"),
+        (("--document-tokens", "4000"), "takes 4096"),
+        (("--text", "nowhere.txt"), "nowhere.txt"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, str], words: str) -> None:
+    code, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), *arguments)
+    assert code in (1, 2)
+    assert words in " ".join(err.split())
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_short_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("too short")
+    _, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), "--text", str(text))
+    assert "need at least" in " ".join(err.split())
+
+
+def test_prompts_are_slices_from_all_over_the_text() -> None:
+    tokens, separator = torch.arange(100), torch.tensor([-1, -2])
+    first, *_, last = Cut(4, 2, 6, 3).prompts(tokens, separator)
+    assert [document.tolist() for document in first.documents] == [[0, 1, 2, 3, -1, -2], [4, 5, 6, 7, -1, -2]]
+    assert first.ending.tolist() == [8, 9, 10]
+    assert last.ending.tolist()[-1] in (97, 98, 99)
+    with pytest.raises(CtlError, match="need at least 14"):
+        Cut(4, 2, 6, 3).prompts(tokens[:13], separator)
