@@ -72,6 +72,7 @@ async def test_every_byte_of_a_head_before_a_start(tmp_path):
         flipper.flip(at, 0x10)
         disk = LocalDiskBackend(tmp_path, LARGE_PAYLOAD_BYTES)
         await disk.open()
+        await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), f"byte {at}"
         await disk.close()
         [bad] = (tmp_path / ".bad").iterdir()
@@ -89,6 +90,7 @@ async def test_random_bytes_of_a_large_record(tmp_path):
         flipper.flip(at, mask)
         disk = LocalDiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
         await disk.open()
+        await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), f"seed {SEED}: byte {at}, mask {mask}"
         await disk.close()
         [bad] = (tmp_path / ".bad").iterdir()

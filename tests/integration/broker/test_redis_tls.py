@@ -24,7 +24,7 @@ PEER = SharedPeer("acme", Peer("a", 1, "lm://a.example:1"), 0.0, False, 60_000)
 
 
 def peers_of(url: str, **options: Any) -> RedisPeers:
-    found = create_shared_peers(BrokerSettings(redis_url=SecretStr(url), **({"redis_timeout_ms": 2000} | options)))
+    found = create_shared_peers(BrokerSettings(redis_url=SecretStr(url), **({"redis_timeout_ms": 10_000} | options)))
     assert found is not None
     return found
 
@@ -123,6 +123,6 @@ async def answers(peers: RedisPeers) -> bool:
 
 
 async def until_answered(peers: RedisPeers) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await answers(peers):
             await asyncio.sleep(0.1)

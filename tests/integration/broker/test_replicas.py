@@ -215,7 +215,11 @@ async def test_a_flush_is_healed_without_a_heartbeat(brokers: list[BrokerClient]
     with redis_server.client() as client:
         client.flushall()
         await eventually(lambda: told_again(redis_server))
-    assert await names(one) == await names(two) == ["a"]
+
+    async def is_known_to_both() -> bool:
+        return await names(one) == await names(two) == ["a"]
+
+    await eventually(is_known_to_both)
 
 
 async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: RedisServer) -> None:
@@ -226,7 +230,11 @@ async def test_pulls_outlive_a_flush(brokers: list[BrokerClient], redis_server: 
     with redis_server.client() as client:
         client.flushall()
         await eventually(lambda: told_again(redis_server))
-    assert [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
+
+    async def is_known_to_the_other() -> bool:  # which asks Redis in its own time
+        return [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
+
+    await eventually(is_known_to_the_other)
     assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == []
 
 
@@ -244,9 +252,12 @@ async def test_the_page_of_both_shows_the_same(brokers: list[BrokerClient], proc
         body = httpx.get(f"{process.url}/v1/overview", params={"max_samples": 0}, timeout=5.0, trust_env=False).json()
         return {"ids": [one["id"] for one in body["peers"]], **{name: body[name] for name in ("links", "totals", "is_shared")}}
 
-    await asyncio.sleep(0.1)
-    one, two = [await asyncio.to_thread(seen, process) for process in processes]
-    assert one == two
+    async def is_the_same() -> bool:
+        one, two = [await asyncio.to_thread(seen, process) for process in processes]
+        return one == two and one["ids"] == ["a", "b"] and bool(one["links"])
+
+    await eventually(is_the_same)
+    one = await asyncio.to_thread(seen, processes[0])
     assert (one["ids"], one["is_shared"]) == (["a", "b"], True)
     assert one["links"] == [{"requester": "a", "server": "b", "num_bytes": 30}]
     totals = one["totals"]

@@ -25,8 +25,8 @@ def index_of(url: str, authority: Authority, mine: Pair | None = None) -> Lookup
             redis_tls_ca_file=authority.file,
             redis_tls_cert_file=mine and mine.cert,
             redis_tls_key_file=mine and mine.key,
-            redis_timeout_ms=2000,
-            redis_write_timeout_ms=2000,
+            redis_timeout_ms=10_000,
+            redis_write_timeout_ms=10_000,
         )
     )
 
@@ -78,12 +78,12 @@ async def test_new_connections_read_replaced_files(tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger")
     replace(trusted, stranger.file.read_bytes())
     async with redis_over_tls("server", server_tls(later.sign("redis")), tmp_path) as rest:
-        settings = LookupSettings(redis_url=SecretStr(f"rediss{rest}"), redis_tls_ca_file=trusted, redis_timeout_ms=2000)
+        settings = LookupSettings(redis_url=SecretStr(f"rediss{rest}"), redis_tls_ca_file=trusted, redis_timeout_ms=10_000)
         index = create_index(settings)
         with pytest.raises(UnavailableError):
             await index.ping()
         replace(trusted, authority.file.read_bytes() + later.file.read_bytes())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await answers(index):
                 await asyncio.sleep(0.1)
         await index.close()
