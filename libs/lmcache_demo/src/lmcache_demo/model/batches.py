@@ -1,7 +1,8 @@
 """Draws training sequences; what a step sees depends on the seed and the step alone, so that a resumed run goes on alike."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,30 @@ START_RATIOS: Final[Mapping[DocumentKind, float]] = {"library": 0.5, "test": 0.5
 REPEAT_RATIO: Final = 0.15
 MIN_REPEAT_TOKENS: Final = 24
 MAX_REPEAT_TOKENS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """The sequences of one step.
+
+    Attributes:
+        tokens: Inputs, and targets one to the right: ``[num_rows, length + 1]``, dtype int64.
+        weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None: all the same.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None = None
+
+
+class Sampler(Protocol):
+    """Where training sequences come from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of distinct training tokens."""
+
+    def draw(self, step: int, num_rows: int, length: int) -> TrainingRows:
+        """Returns the sequences of one step, the same whenever it is asked for them."""
 
 
 class BatchSampler:
@@ -58,11 +83,11 @@ class BatchSampler:
         """Number of distinct training tokens."""
         return sum(len(stream) for stream in self._streams)
 
-    def draw(self, step: int, num_rows: int, length: int) -> npt.NDArray[np.int64]:
-        """Returns the sequences of one step, shape ``[num_rows, length + 1]``: inputs, and targets one to the right."""
+    def draw(self, step: int, num_rows: int, length: int) -> TrainingRows:
+        """Returns the sequences of one step; all their tokens count the same."""
         rng = np.random.default_rng([self._seed, step])
         rows = [self._draw_row(rng, length + 1) for _ in range(num_rows)]
-        return np.stack(rows).astype(np.int64)
+        return TrainingRows(np.stack(rows).astype(np.int64))
 
     def _draw_row(self, rng: np.random.Generator, size: int) -> TokenArray:
         choice = int(rng.choice(len(self._kinds), p=self._probabilities))

@@ -76,3 +76,48 @@ class Recipe:
             return min(1.0, (step + 1) / self.warmup_steps)
         progress = (step - decay_start) / (self.num_steps - decay_start)
         return 1.0 - (1.0 - self.final_lr_ratio) * progress
+
+
+TWO_DOCUMENT_RECIPE: Final = Recipe(
+    num_steps=2_000,
+    tokens_per_step=4_096,
+    short_length=256,
+    long_length=512,
+    long_ratio=0.3,
+    warmup_steps=30,
+    matrix_lr=4e-3,
+    vector_lr=1e-3,
+    weight_decay=0.05,
+    seed=20_261_122,
+)
+"""How the shipped model is taught to answer from two documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """How prompts of two documents grow harder: few words and short at first, until the way to answer has been found.
+
+    Attributes:
+        first_words: Words of each kind at the beginning.
+        words_ratio: Growth of their number per step, once the first phase is over.
+        first_owners: Most owners in a prompt at the beginning.
+        owners_interval: Steps per further owner, once the first phase is over.
+        most_owners: Most owners at last.
+        first_steps: Length of the first phase.
+    """
+
+    first_words: int = 24
+    words_ratio: float = 1.02
+    first_owners: int = 4
+    owners_interval: int = 60
+    most_owners: int = 14
+    first_steps: int = 120
+
+    def num_words_at(self, step: int) -> int:
+        """Returns how many words of each kind there are at a step; the vocabulary may have fewer."""
+        later = min(max(0, step - self.first_steps), self.first_steps * 2)
+        return int(self.first_words * self.words_ratio**later)
+
+    def max_owners_at(self, step: int) -> int:
+        """Returns the most owners in a prompt of a step."""
+        return min(self.most_owners, self.first_owners + max(0, step - self.first_steps) // self.owners_interval)

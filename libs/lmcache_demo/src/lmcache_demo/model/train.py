@@ -1,5 +1,6 @@
-"""Trains the demonstration model: ``python -m lmcache_demo.model.train --out FOLDER``.
+"""Trains the demonstration's models: ``python -m lmcache_demo.model.train --out FOLDER``.
 
+``--task two-documents`` goes on with the shipped model and teaches it prompts whose answers need two documents.
 A killed run goes on from its last checkpoint with ``--resume``; a finished one leaves the model in ``FOLDER/export``.
 """
 
@@ -7,6 +8,7 @@ import argparse
 import dataclasses
 import logging
 import multiprocessing
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from lmcache_demo.model.batches import BatchSampler
+from lmcache_demo.model import MODEL_DIR, load_tokenizer
+from lmcache_demo.model.batches import BatchSampler, Sampler
 from lmcache_demo.model.corpus import Document, collect_corpus
 from lmcache_demo.model.exchange import MeanExchange
 from lmcache_demo.model.export import export_model
-from lmcache_demo.model.recipe import MAX_POSITIONS, VOCAB_SIZE, Recipe, build_config
+from lmcache_demo.model.recipe import MAX_POSITIONS, TWO_DOCUMENT_RECIPE, VOCAB_SIZE, Recipe, build_config
 from lmcache_demo.model.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 from lmcache_demo.model.trainer import NUM_EXTRA_VALUES, Trainer
+from lmcache_demo.model.two_documents import TwoDocumentSampler
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +49,15 @@ class Job:
         sampler: The training sequences.
         exchange: Where the processes meet.
         limit_s: Wall time after which the run stops and saves, in seconds.
+        start: Folder of the model to go on with; None trains a new one.
     """
 
     folder: Path
     recipe: Recipe
-    sampler: BatchSampler
+    sampler: Sampler
     exchange: MeanExchange
     limit_s: float
+    start: Path | None
 
 
 def prepare_tokenizer(documents: Sequence[Document], folder: Path) -> Tokenizer:
@@ -78,7 +84,7 @@ def work(rank: int, job: Job) -> None:
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     torch.set_num_threads(1)
-    trainer = Trainer(job.recipe, job.sampler, rank)
+    trainer = Trainer(job.recipe, job.sampler, rank, job.start)
     checkpoint = job.folder / CHECKPOINT_NAME
     if checkpoint.exists():
         trainer.load(checkpoint)
@@ -140,13 +146,25 @@ def start(job: Job) -> None:
         raise RuntimeError(msg)
 
 
+def prepare(task: str, documents: Sequence[Document], folder: Path) -> tuple[Recipe, Sampler]:
+    """Returns a task's schedule and sequences, and leaves the tokenizer in the run's folder."""
+    if task == "text":
+        recipe, tokenizer = Recipe(), prepare_tokenizer(documents, folder)
+        return recipe, BatchSampler(documents, encode_documents(tokenizer, [doc.text for doc in documents]), recipe.seed)
+    recipe = TWO_DOCUMENT_RECIPE
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL_DIR / name, folder / name)
+    texts = encode_documents(Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), [doc.text for doc in documents])
+    return recipe, TwoDocumentSampler(load_tokenizer(), texts, recipe.seed)
+
+
 def main() -> None:
     """Command line of the training run."""
-    defaults = Recipe()
     parser = argparse.ArgumentParser(prog="python -m lmcache_demo.model.train", description="Trains the demonstration model.")
+    parser.add_argument("--task", choices=("text", "two-documents"), default="text", help="what to teach (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint, the tokenizer and the export")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop and save after this wall time (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=defaults.num_steps, help="steps in all (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="steps in all (default: the task's own number)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each: 1 or 2 (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     args = parser.parse_args()
@@ -156,16 +174,16 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     documents = collect_corpus().training
-    tokenizer = prepare_tokenizer(documents, args.out)
-    sampler = BatchSampler(documents, encode_documents(tokenizer, [doc.text for doc in documents]), defaults.seed)
+    recipe, sampler = prepare(args.task, documents, args.out)
     logger.info("%d documents, %d tokens", len(documents), sampler.num_tokens)
     num_parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(build_config()).parameters())
     job = Job(
         folder=args.out,
-        recipe=dataclasses.replace(defaults, num_steps=args.steps),
+        recipe=dataclasses.replace(recipe, num_steps=args.steps or recipe.num_steps),
         sampler=sampler,
         exchange=MeanExchange(args.workers, num_parameters + NUM_EXTRA_VALUES),
         limit_s=args.minutes * 60,
+        start=MODEL_DIR if args.task == "two-documents" else None,
     )
     start(job)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from lmcache_demo.model.batches import BatchSampler
+from lmcache_demo.model.batches import Sampler
 from lmcache_demo.model.exchange import MeanExchange
 from lmcache_demo.model.recipe import Recipe, build_config
 
@@ -39,18 +39,19 @@ class Progressed:
 class Trainer:
     """A replica of the run; all replicas hold the same weights after every step."""
 
-    def __init__(self, recipe: Recipe, sampler: BatchSampler, rank: int) -> None:
-        """Builds the untrained model of the recipe's seed.
+    def __init__(self, recipe: Recipe, sampler: Sampler, rank: int, start: Path | None = None) -> None:
+        """Builds the untrained model of the recipe's seed, or loads the one to go on with.
 
         Args:
             recipe: The schedule.
             sampler: Where the sequences come from.
             rank: This process, from 0.
+            start: Folder of a trained model of the same architecture; None begins anew.
         """
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.progressed = Progressed()
-        self.model = LlamaForCausalLM(build_config()).train()
+        self.model = (LlamaForCausalLM(build_config()) if start is None else _load(start)).train()
         self._sampler = sampler
         self._rank = rank
         self._parameters = list(self.model.parameters())
@@ -75,10 +76,16 @@ class Trainer:
         length = recipe.length_at(done.step)
         num_rows = recipe.tokens_per_step // length
         rows = self._sampler.draw(done.step, num_rows, length)
-        tokens = torch.from_numpy(rows[self._rank :: exchange.num_workers])
+        own = slice(self._rank, None, exchange.num_workers)
+        tokens = torch.from_numpy(rows.tokens[own])
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        if rows.weights is None:
+            loss = losses.mean()
+        else:
+            weights = torch.from_numpy(rows.weights[own]).flatten()
+            loss = (losses * weights).sum() / weights.sum()
         torch.autograd.backward(loss)
         extra = torch.tensor([loss.item(), time.process_time() - cpu_started, float(stop)])
         flat = torch.cat([parameter.grad.flatten() for parameter in self._parameters if parameter.grad is not None] + [extra])
@@ -123,3 +130,7 @@ class Trainer:
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.progressed = Progressed(**state["progressed"])
+
+
+def _load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)

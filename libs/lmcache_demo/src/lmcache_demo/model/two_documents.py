@@ -1,0 +1,187 @@
+"""Prompts whose answers need two documents: one says which thing is whose, another what mark each thing bears.
+
+A prompt reads, for example::
+
+    quick blue          the marks: a thing and its mark on each line, in one or more documents
+    lamp stone
+    ---
+    north lamp          the owners: a name and the thing that is its own
+    ---
+    ? north stone       the questions: a name, and the mark of its thing
+
+The words stand for nothing: they are the common words of the model's vocabulary, drawn anew for every prompt, so that
+nothing but the prompt answers the question. A model that reads the owners behind the marks can note each owner's mark
+there; where the owners' KV was computed without the marks before it, that note is missing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lmcache_demo.model.batches import TokenArray, TrainingRows
+from lmcache_demo.model.recipe import Curriculum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SEPARATOR: Final = "\n---\n"
+MIN_WORD_CHARS: Final = 3
+# Loss weights of the tokens that are learned, by what they are; everything else in a prompt is chance.
+ANSWER_WEIGHT: Final = 1.0
+NOTE_WEIGHT: Final = 0.5
+TEXT_WEIGHT: Final = 0.15
+# Share of the owners' lines that give the mark too in training, which teaches the model to look it up there.
+NOTED_RATIO: Final = 0.4
+# Share of the training rows that are plain text, so that the model goes on to know it.
+TEXT_RATIO: Final = 0.125
+FILLED_RATIO: Final = 0.3
+MAX_FILLING_TOKENS: Final = 48
+MAX_MARK_DOCUMENTS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TwoDocumentPrompt:
+    """One prompt, as text.
+
+    Attributes:
+        marks: Documents of marks, without separators; at least one.
+        owners: The document of owners.
+        noted: For each line of it the mark at its end, "" where it gives none.
+        questions: Pairs of a question, ``"? north"``, and its answer, ``" stone"``.
+    """
+
+    marks: tuple[str, ...]
+    owners: tuple[str, ...]
+    noted: tuple[str, ...]
+    questions: tuple[tuple[str, str], ...]
+
+
+class Vocabulary:
+    """The words that prompts are made of: three lists without a word in common.
+
+    Args:
+        tokenizer: Words are those of its tokens that are a whole lower-case word with its leading space.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        words = sorted(
+            token[1:]
+            for token in tokenizer.get_vocab()
+            if token[:1] == "Ġ" and token[1:].isascii() and token[1:].isalpha() and token[1:].islower() and len(token) > MIN_WORD_CHARS
+        )
+        whole = [word for word in words if len(tokenizer.encode(f" {word}", add_special_tokens=False)) == 1]
+        np.random.default_rng(1).shuffle(whole)
+        third = len(whole) // 3
+        self.things, self.marks, self.owners = whole[:third], whole[third : 2 * third], whole[2 * third : 3 * third]
+
+    def __len__(self) -> int:
+        return len(self.things)
+
+
+def draw_prompt(
+    rng: np.random.Generator, words: Vocabulary, num_owners: int, num_things: int, *, noted_ratio: float = 0.0, pool: int | None = None
+) -> TwoDocumentPrompt:
+    """Makes one prompt.
+
+    Args:
+        rng: Advanced in place.
+        words: What to choose from.
+        num_owners: Lines of the owners' document, and questions; at most ``pool``.
+        num_things: Lines of all documents of marks together; at most ``pool``.
+        noted_ratio: Share of the owners' lines that give the mark as well.
+        pool: How many words of each list are used; None is all.
+    """
+    size = len(words) if pool is None else pool
+    things = [words.things[i] for i in rng.choice(size, num_things, replace=False)]
+    marks = [words.marks[i] for i in rng.choice(size, num_things, replace=False)]
+    owners = [words.owners[i] for i in rng.choice(size, num_owners, replace=False)]
+    owned = rng.integers(num_things, size=num_owners)
+    num_documents = int(rng.integers(1, min(MAX_MARK_DOCUMENTS, num_things) + 1))
+    lines = [f" {thing} {mark}" for thing, mark in zip(things, marks, strict=True)]
+    documents = tuple("\n".join(part) for part in np.array_split(np.array(lines, dtype=object), num_documents))
+    noted = tuple(f" {marks[thing]}" if rng.random() < noted_ratio else "" for thing in owned)
+    questions = [(f"? {owner}", f" {marks[thing]}") for owner, thing in zip(owners, owned, strict=True)]
+    order = rng.permutation(num_owners)
+    return TwoDocumentPrompt(
+        marks=documents,
+        owners=tuple(f" {owner} {things[thing]}" for owner, thing in zip(owners, owned, strict=True)),
+        noted=noted,
+        questions=tuple(questions[i] for i in order),
+    )
+
+
+class TwoDocumentSampler:
+    """Training sequences of such prompts, with some plain text; what a step sees depends on the seed and the step alone.
+
+    Args:
+        tokenizer: The model's.
+        texts: Token ids of plain texts, each ``[num_tokens]``, dtype uint16.
+        seed: Of every draw.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", texts: Sequence[TokenArray], seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._words = Vocabulary(tokenizer)
+        self._curriculum = Curriculum()
+        self._stream = np.concatenate(list(texts))
+        self._seed = seed
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of distinct tokens of plain text."""
+        return len(self._stream)
+
+    def draw(self, step: int, num_rows: int, length: int) -> TrainingRows:
+        """Returns the sequences of one step; see `TrainingRows`."""
+        rng = np.random.default_rng([self._seed, step])
+        tokens = np.zeros((num_rows, length + 1), dtype=np.int64)
+        weights = np.zeros((num_rows, length + 1), dtype=np.float32)
+        for row in range(num_rows):
+            if rng.random() < TEXT_RATIO:
+                tokens[row], weights[row] = self._text(rng, length + 1), TEXT_WEIGHT
+            else:
+                self._fill(rng, step, tokens[row], weights[row])
+        return TrainingRows(tokens, weights[:, 1:])
+
+    def _fill(self, rng: np.random.Generator, step: int, tokens: "np.ndarray", weights: "np.ndarray") -> None:
+        """Writes prompts into a row, each behind an end-of-text token, until the next has no room."""
+        used = 1
+        while True:
+            pieces = list(self._pieces(rng, step))
+            encoded = self._tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+            size = sum(len(ids) for ids in encoded)
+            if used + size + 1 > len(tokens):
+                return
+            for ids, (_, weight) in zip(encoded, pieces, strict=True):
+                tokens[used : used + len(ids)], weights[used : used + len(ids)] = ids, weight
+                used += len(ids)
+            used += 1
+
+    def _pieces(self, rng: np.random.Generator, step: int) -> Iterator[tuple[str, float]]:
+        """One prompt's texts in order, each with its weight in the loss; their tokens are those of the whole."""
+        most = self._curriculum.max_owners_at(step)
+        num_owners = int(rng.integers(max(2, most // 3), most + 1))
+        num_things = num_owners + int(rng.integers(num_owners + 1))
+        pool = min(self._curriculum.num_words_at(step), len(self._words))
+        prompt = draw_prompt(rng, self._words, num_owners, min(num_things, pool), noted_ratio=NOTED_RATIO, pool=pool)
+        filling = int(rng.integers(len(prompt.marks) + 1)) if rng.random() < FILLED_RATIO else None
+        for number, document in enumerate((*prompt.marks, None)):
+            if number == filling:
+                yield self._tokenizer.decode(self._text(rng, int(rng.integers(8, MAX_FILLING_TOKENS)))) + SEPARATOR, 0.0
+            if document is not None:
+                yield document + SEPARATOR, 0.0
+        for number, (line, mark) in enumerate(zip(prompt.owners, prompt.noted, strict=True)):
+            yield ("\n" if number else "") + line, 0.0
+            if mark:
+                yield mark, NOTE_WEIGHT
+        yield SEPARATOR, 0.0
+        for question, answer in prompt.questions:
+            yield question, 0.0
+            yield answer, ANSWER_WEIGHT
+            yield "\n", 0.0
+
+    def _text(self, rng: np.random.Generator, size: int) -> TokenArray:
+        offset = int(rng.integers(len(self._stream) - size))
+        return self._stream[offset : offset + size]
