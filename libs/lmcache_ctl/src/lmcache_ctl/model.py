@@ -11,18 +11,19 @@ from transformers.utils import logging
 from lmcache_ctl.errors import CtlError
 
 
-def load_model(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, in the dtype of the weights, in eval mode.
+def load_model(directory: Path, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer, in eval mode.
 
     Args:
         directory: Both as Hugging Face saves them; nothing is downloaded, and none of its code is run.
+        dtype: Of the weights in memory: "auto" for that in which they are stored, or its name.
 
     Raises:
         CtlError: They cannot be loaded.
     """
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(directory), dtype="auto", local_files_only=True, trust_remote_code=False).eval()
+        model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True, trust_remote_code=False).eval()
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as exc:
         first_line = str(exc).strip().partition("\n")[0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.integrations.transformers import metadata_of
-from lmcache_ctl.certify.blend import Cut
+from lmcache_ctl.certify.blend import cut_prompts
+from lmcache_ctl.certify.blend_options import Cut
 from lmcache_ctl.cli import main
 from lmcache_ctl.errors import CtlError
 from lmcache_demo import model as demo_model
@@ -29,16 +31,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return ended.value.code, captured.out, captured.err
 
 
-def test_an_engine_believes_what_passed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    loose = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9")
-    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--name", "demo", *loose, "-o", "json")
+@pytest.mark.parametrize(
+    ("dtype", "revision"), [("float32", None), ("bfloat16", "v1")], ids=["weights as fingerprint", "a revision that engines name"]
+)
+def test_an_engine_believes_what_passed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: Literal["float32", "bfloat16"], revision: str | None
+) -> None:
+    loose = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9", "--dtype", dtype)
+    named = () if revision is None else ("--revision", revision)
+    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--name", "demo", *loose, *named, "-o", "json")
     assert code == 0
     found = json.loads(out)
     assert found["quality"]["num_prompts"] == 3
     assert found["quality"]["num_tokens"] == 3 * 15
     assert 0 < found["quality"]["kl_nats"] < 1
-    model, tokenizer = load_model()
-    identity = metadata_of(model, "demo", LMCacheEngineConfig.from_defaults()).revision
+    model, tokenizer = load_model(dtype)
+    identity = metadata_of(model, "demo", LMCacheEngineConfig.from_defaults(), revision).revision
     profile = BlendProfile("deviation", 0.15, tuple(tokenizer.encode(SEPARATOR, add_special_tokens=False)))
     assert CertificateFolder(tmp_path).reason_against("demo", identity, profile) is None
 
@@ -61,6 +69,7 @@ def test_full_recompute_costs_nothing(capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (("--separator", ""), "has no tokens"),
         (("--policy", "best"), "known are deviation, first_of_chunk, none"),
+        (("--dtype", "int8"), "int8"),
         (("--document-tokens", "2"), "no room"),
         (("--document-tokens", "4000"), "takes 4096"),
         (("--text", "nowhere.txt"), "nowhere.txt"),
@@ -83,9 +92,10 @@ def test_a_short_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_prompts_are_slices_from_all_over_the_text() -> None:
     tokens, separator = torch.arange(100), torch.tensor([-1, -2])
-    first, *_, last = Cut(4, 2, 6, 3).prompts(tokens, separator)
+    cut = Cut(prompts=4, documents=2, document_tokens=6, ending_tokens=3)
+    first, *_, last = cut_prompts(cut, tokens, separator)
     assert [document.tolist() for document in first.documents] == [[0, 1, 2, 3, -1, -2], [4, 5, 6, 7, -1, -2]]
     assert first.ending.tolist() == [8, 9, 10]
     assert last.ending.tolist()[-1] in (97, 98, 99)
     with pytest.raises(CtlError, match="need at least 14"):
-        Cut(4, 2, 6, 3).prompts(tokens[:13], separator)
+        cut_prompts(cut, tokens[:13], separator)
