@@ -59,8 +59,10 @@ def blend_select(
         deviation: float32 `[num_tokens]`, contiguous, none negative.
         is_valid: Booleans `[num_tokens]` on its device.
         starts: Where each request begins, and the number of tokens.
-        counts: How many valid tokens of each request are chosen by their deviation: at most as many as it has.
-        num_tail_tokens: Tokens at the end of each request that are chosen in any case.
+        counts: How many tokens of each request are chosen by their deviation, of those that are not chosen in any case; all where
+            there are fewer. At most as many as the request has tokens.
+        num_tail_tokens: Tokens at the end of each request that are chosen in any case, as those that are not valid, and those whose
+            deviation is not finite.
 
     Returns:
         Booleans `[num_tokens]`.

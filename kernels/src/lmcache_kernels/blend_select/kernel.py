@@ -9,12 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from lmcache_kernels.blend_select.reference import INFINITE
 from lmcache_kernels.codec_arithmetic import EXACT, launching, widen
 from lmcache_kernels.codec_shape import KINDS, WORD_DTYPES
 
 # Not tuned on a GPU: eight values a thread.
 MAX_BLOCK = 1024
 _NUM_BITS = tl.constexpr(31)
+_INFINITE = tl.constexpr(INFINITE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,10 +45,11 @@ def deviation_kernel(fresh_ptr, retrieved_ptr, valid_ptr, deviation_ptr, channel
 
 
 @triton.jit
-def load_bits(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
-    """Bits of the deviations of some tokens of a request, -1 where not valid or behind its end; and whether they are valid."""
-    is_valid = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
-    return tl.load(bits_ptr + tokens, mask=is_valid, other=-1), is_valid
+def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
+    """Ranks of some tokens by their deviation, `reference.ranks_of`; -1 where not valid or behind that end."""
+    is_candidate = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
+    bits = tl.load(bits_ptr + tokens, mask=is_candidate, other=0)
+    return tl.where(is_candidate, tl.minimum(bits & 0x7FFFFFFF, _INFINITE + 1), -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,6 +67,7 @@ def select_kernel(bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num
     """
     request = tl.program_id(0)
     start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
+    tail = end - num_tail_tokens
     count = tl.load(counts_ptr + request)
     threshold = tl.full([], 0, tl.int32)
     bit = tl.full([], 1 << 30, tl.int32)
@@ -71,20 +75,20 @@ def select_kernel(bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num
         candidate = threshold | bit
         reached = tl.full([], 0, tl.int64)
         for first in range(start, end, BLOCK):
-            bits, _ = load_bits(bits_ptr, valid_ptr, first + tl.arange(0, BLOCK), end)
-            reached += tl.sum((bits >= candidate).to(tl.int64), 0)
+            ranks = load_ranks(bits_ptr, valid_ptr, first + tl.arange(0, BLOCK), tail)
+            reached += tl.sum((ranks >= candidate).to(tl.int64), 0)
         threshold = tl.where(reached >= count, candidate, threshold)
         bit = bit >> 1
     left = count
     for first in range(start, end, BLOCK):
-        bits, _ = load_bits(bits_ptr, valid_ptr, first + tl.arange(0, BLOCK), end)
-        left -= tl.sum((bits > threshold).to(tl.int64), 0)
+        ranks = load_ranks(bits_ptr, valid_ptr, first + tl.arange(0, BLOCK), tail)
+        left -= tl.sum((ranks > threshold).to(tl.int64), 0)
     for first in range(start, end, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
-        bits, is_valid = load_bits(bits_ptr, valid_ptr, tokens, end)
-        is_equal = (bits == threshold).to(tl.int64)
-        is_chosen = (bits > threshold) | ((is_equal != 0) & (tl.cumsum(is_equal, 0) <= left))
-        is_chosen = (is_chosen & (count > 0)) | (is_valid == 0) | (tokens >= end - num_tail_tokens)
+        ranks = load_ranks(bits_ptr, valid_ptr, tokens, tail)
+        is_equal = (ranks == threshold).to(tl.int64)
+        is_chosen = (ranks > threshold) | ((is_equal != 0) & (tl.cumsum(is_equal, 0) <= left))
+        is_chosen = is_chosen | (ranks < 0) | (ranks >= _INFINITE)
         tl.store(selected_ptr + tokens, is_chosen.to(tl.uint8), mask=tokens < end)
         left -= tl.sum(is_equal, 0)
 
@@ -99,7 +103,7 @@ def launch_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: tor
     if num_tokens == 0:
         return
     words = WORD_DTYPES[fresh.dtype]
-    fixed = {"KIND": KINDS[fresh.dtype], "BLOCK": min(MAX_BLOCK, int(triton.next_power_of_2(channels)))}
+    fixed = {"KIND": KINDS[fresh.dtype], "BLOCK": min(MAX_BLOCK, int(triton.next_power_of_2(max(1, channels))))}
     with launching(fresh.device):
         deviation_kernel[(num_tokens,)](
             fresh.view(words), retrieved.view(words), is_valid.view(torch.uint8), deviation, channels, **fixed, **EXACT

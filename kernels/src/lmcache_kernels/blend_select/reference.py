@@ -7,20 +7,30 @@ from itertools import pairwise
 
 import torch
 
+INFINITE = 0x7F800000
+"""Bits of the float32 infinity: of numbers that are not negative, those of finite ones are smaller."""
+
 
 def blend_deviation_reference(fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
     """As `blend_deviation`, anywhere."""
     return (fresh.float() - retrieved.float()).square().sum(1).masked_fill(~is_valid, 0.0)
 
 
+def ranks_of(deviation: torch.Tensor) -> torch.Tensor:
+    """int32, ordered as the deviations are. What is not a number is the largest, and alike: its sign is the machine's choice."""
+    return (deviation.view(torch.int32) & 0x7FFFFFFF).clamp(max=INFINITE + 1)
+
+
 def blend_select_reference(
     deviation: torch.Tensor, is_valid: torch.Tensor, starts: Sequence[int], counts: Sequence[int], num_tail_tokens: int
 ) -> torch.Tensor:
     """As `blend_select`, anywhere."""
-    selected = ~is_valid
-    bits = deviation.view(torch.int32).masked_fill(selected, -1)
+    is_candidate = is_valid.clone()
+    for start, end in pairwise(starts):
+        is_candidate[max(start, end - num_tail_tokens) : end] = False
+    ranks = ranks_of(deviation).masked_fill(~is_candidate, -1)
+    selected = ~is_candidate | (ranks >= INFINITE)
     for (start, end), count in zip(pairwise(starts), counts, strict=True):
-        order = bits[start:end].argsort(descending=True, stable=True)
+        order = ranks[start:end].argsort(descending=True, stable=True)
         selected[start + order[:count]] = True
-        selected[max(start, end - num_tail_tokens) : end] = True
     return selected

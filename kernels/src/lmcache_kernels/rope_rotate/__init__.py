@@ -41,8 +41,13 @@ class Rotation:
                 raise KernelInputError(
                     f"{name} positions are {positions.dtype} {tuple(positions.shape)}; expected contiguous int64 [num_tokens]"
                 )
-            if table.dtype != torch.float32 or table.ndim != 2 or table.shape[1] % 2 or not table.is_contiguous():
-                raise KernelInputError(f"{name} table is {table.dtype} {tuple(table.shape)}; expected contiguous float32 [positions, even]")
+            if table.dtype != torch.float32 or table.ndim != 2 or table.shape[1] % 2 or not table.shape[1] or not table.is_contiguous():
+                raise KernelInputError(
+                    f"{name} table is {table.dtype} {tuple(table.shape)}; expected contiguous float32 [positions, even, at least 2]"
+                )
+            if not positions.device == table.device == self.source.device:
+                devices = f"positions on {positions.device}, their table on {table.device}"
+                raise KernelInputError(f"{name} {devices}; expected both on {self.source.device}, as the source positions")
             if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(table):
                 raise KernelInputError(
                     f"{name} positions reach from {int(positions.min())} to {int(positions.max())}; the table has {len(table)}"
@@ -65,7 +70,7 @@ def rope_rotate(k: torch.Tensor, rotation: Rotation, out: torch.Tensor | None = 
     Args:
         k: bfloat16, float16 or float32 `[num_tokens, num_heads, head_size]`, contiguous, on the rotation's device.
         rotation: From where to where.
-        out: Written: of K's shape, dtype and device, contiguous; may be `k`. None makes a new tensor.
+        out: Written: of K's shape, dtype and device, contiguous; may be `k`, but not another part of its memory. None makes a new tensor.
 
     Returns:
         `out`.
@@ -90,6 +95,8 @@ def rope_rotate(k: torch.Tensor, rotation: Rotation, out: torch.Tensor | None = 
         raise KernelInputError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}; expected the shape, dtype and device of K, contiguous"
         )
+    elif out.data_ptr() != k.data_ptr() and abs(out.data_ptr() - k.data_ptr()) < k.nbytes:
+        raise KernelInputError("out lies over a part of K; expected K itself, or other memory")
     if k.device.type == "cuda":
         from lmcache_kernels.rope_rotate.kernel import launch
 

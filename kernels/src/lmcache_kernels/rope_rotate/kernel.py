@@ -19,6 +19,15 @@ MAX_BLOCK_HEADS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def narrow_any(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`narrow` of any float32 values. Rounding by bits makes -0 of the NaN that GPUs compute: its bits are all ones but for the sign."""
+    raw = narrow(values, KIND)
+    if KIND == 0:
+        raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
+    return raw
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Some heads of one token.
 
@@ -59,8 +68,8 @@ def rope_rotate_kernel(words, positions, tables, sizes, KIND: tl.constexpr, PAIR
         second = first + HALF
     mask = (heads < num_heads)[:, None] & is_pair[None, :]
     a, b = widen(tl.load(k_ptr + first, mask=mask, other=0), KIND), widen(tl.load(k_ptr + second, mask=mask, other=0), KIND)
-    tl.store(out_ptr + first, narrow(a * cos - b * sin, KIND), mask=mask)
-    tl.store(out_ptr + second, narrow(b * cos + a * sin, KIND), mask=mask)
+    tl.store(out_ptr + first, narrow_any(a * cos - b * sin, KIND), mask=mask)
+    tl.store(out_ptr + second, narrow_any(b * cos + a * sin, KIND), mask=mask)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_mask = (heads < num_heads)[:, None] & (rest < head_size)[None, :]
