@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ from lmcache_kernels.rope_rotate import Rotation
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+NOT_EXACT = re.compile(r"\b(fma|mad)\.\S*f32|\.ftz|div\.(approx|full)|sqrt\.approx")
+KERNELS_OF_TOKENS = {"rope_rotate_kernel", "deviation_kernel"}
 
 
 def compile_instead_of_launching(capability: int) -> list:
@@ -31,20 +35,47 @@ def compile_instead_of_launching(capability: int) -> list:
     return made
 
 
+def launch_all(dtype: torch.dtype) -> None:
+    """Every launch for one dtype; Triton compiles anew where a number is 1, or divisible by 16."""
+    for num_heads, head_size, num_rotated, is_interleaved in ((4, 64, 64, False), (4, 80, 20, True), (1, 192, 192, False)):
+        k, table, positions = (
+            torch.zeros(3, num_heads, head_size, dtype=dtype),
+            torch.zeros(5, num_rotated),
+            torch.zeros(3, dtype=torch.int64),
+        )
+        rotate_kernels.launch(k, Rotation(positions, positions, table, table, is_interleaved), k)
+    for channels in (1, 100):
+        rows = torch.zeros(4, channels, dtype=dtype)
+        select_kernels.launch_deviation(rows, rows, torch.zeros(4, dtype=torch.bool), torch.zeros(4))
+
+
+def check(name: str, kernel) -> None:
+    """That the GPU's assembler took it, that sums are rounded as the reference's, and that no offset is computed in 32 bits.
+
+    Raises:
+        AssertionError: Something is not so.
+    """
+    assert "cubin" in kernel.asm, name
+    found = NOT_EXACT.search(kernel.asm["ptx"])
+    assert not found, f"{name} computes with {found[0]}"
+    if name in KERNELS_OF_TOKENS:
+        program = kernel.asm["ttir"]
+        token = re.search(r"(%\w+) = tt.get_program_id x", program)[1]
+        uses = [line for line in program.splitlines() if re.search(rf"{token}\b", line) and "get_program_id" not in line]
+        assert uses, name
+        assert all("arith.extsi" in use for use in uses), f"{name} multiplies a token's number in 32 bits: {uses}"
+
+
 def main() -> None:
     made = compile_instead_of_launching(int(sys.argv[1]))
-    positions = torch.zeros(3, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_size, num_rotated in ((64, 64), (80, 20)):
-            k, table = torch.zeros(3, 4, head_size, dtype=dtype), torch.zeros(5, num_rotated)
-            for is_interleaved in (False, True):
-                rotate_kernels.launch(k, Rotation(positions, positions, table, table, is_interleaved), k)
-        rows = torch.zeros(4, 100, dtype=dtype)
-        select_kernels.launch_deviation(rows, rows, torch.zeros(4, dtype=torch.bool), torch.zeros(4))
-    mask = torch.zeros(4000, dtype=torch.bool)
-    select_kernels.launch_select(torch.zeros(4000), mask, [0, 4000], [3], 1, mask)
-    assert {name for name, _ in made} == {"rope_rotate_kernel", "deviation_kernel", "select_kernel"}
-    assert all("cubin" in kernel.asm for _, kernel in made)
+        launch_all(dtype)
+    for num_tokens, num_tail_tokens in ((4000, 1), (4, 0), (100, 2)):
+        mask = torch.zeros(num_tokens, dtype=torch.bool)
+        select_kernels.launch_select(torch.zeros(num_tokens), mask, [0, num_tokens], [3], num_tail_tokens, mask)
+    assert {name for name, _ in made} == {*KERNELS_OF_TOKENS, "select_kernel"}
+    for name, kernel in made:
+        check(name, kernel)
 
 
 if __name__ == "__main__":
