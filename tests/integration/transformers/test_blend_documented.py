@@ -1,0 +1,48 @@
+"""Everything that docs/blend.md shows is run as it is written there, on the demonstration's model."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import pytest
+from lmcache_core.engine import LMCacheEngineBuilder
+from lmcache_demo.model import MODEL_DIR
+
+from tests.fixtures.ctl import Ctl
+from tests.unit.docs.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "blend.md"
+SMALL = ("--prompts", "2", "--documents", "2", "--document-tokens", "64", "--ending-tokens", "16")
+LOOSE = ("--max-kl", "9", "--min-agreement", "0", "--max-loss", "9")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With the files that the page names."""
+    shutil.copytree(MODEL_DIR, tmp_path / "llama", ignore=shutil.ignore_patterns("two_documents"))
+    (tmp_path / "held-out.txt").write_text(topics.topics["import"], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    LMCacheEngineBuilder.destroy("rag")
+
+
+def test_the_page_does_what_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [command] = [line for block in blocks(PAGE, "sh") for line in block.splitlines()]
+    Ctl().run(*shlex.split(command)[1:], *SMALL, *LOOSE)
+    names: dict[str, Any] = {"__name__": "page"}
+    snippets = list(blocks(PAGE, "python"))
+    for code in snippets:
+        exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
+    names["cached"].close()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(snippets) == 3
+    num_documents = sum(map(len, names["documents"]))
+    assert said[0] == f"True {num_documents} None"
+    assert said[1].startswith(f"{2 * num_documents} ")
+    assert said[1].endswith(f"torch.Size([2, 1, {names['model'].config.vocab_size}])")
+    assert num_documents // 8 <= int(said[2]) < num_documents // 4
