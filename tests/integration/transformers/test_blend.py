@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -182,6 +183,35 @@ def test_bad_input_is_refused(model):
         store(model, engine, document(30, 1))
         with pytest.raises(ValueError, match="layer 9"):
             retriever.new_request(document(30, 1), torch.tensor([0, 32])).result(9)
+
+
+def test_logits_that_are_not_there_are_refused_before_anything_is_computed(model):
+    with cached(model) as (engine, retriever):
+        store(model, engine, document(30, 1))
+        blended = blending(model, retriever, 0.0)
+        with pytest.raises(ValueError, match="a prompt of the batch has 3"):
+            blended.prefill(torch.arange(12), torch.tensor([0, 3, 12]), 5)
+        with pytest.raises(ValueError, match="a prompt of the batch has 0"):
+            blended.prefill(torch.arange(12), torch.tensor([0, 12, 12]))
+        prompt = torch.cat([document(30, 1), text(2, 3)])
+        with pytest.raises(ValueError, match="some of these were retrieved"):
+            blended.prefill(prompt, torch.tensor([0, len(prompt)]), 5)
+
+
+def test_threads_take_turns(model):
+    prompts = [torch.cat([document(22 + i, i), document(30, 1), text(5 + i, 3)]) for i in range(4)]
+    with cached(model) as (engine, retriever), ThreadPoolExecutor(4) as threads:
+        for i in range(4):
+            store(model, engine, document(22 + i, i))
+        store(model, engine, document(30, 1))
+        blended = blending(model, retriever, 0.25)
+
+        def logits_of(prompt: torch.Tensor) -> torch.Tensor:
+            return blended.prefill(prompt, torch.tensor([0, len(prompt)])).logits
+
+        alone = [logits_of(prompt) for prompt in prompts]
+        together = list(threads.map(logits_of, prompts * 5))
+        assert all(torch.equal(got, alone[i % 4]) for i, got in enumerate(together))
 
 
 def certify(model, folder, engine, **figures):

@@ -1,8 +1,9 @@
-"""Blended prefill of Llama-architecture models of Hugging Face transformers."""
+"""Blended prefill of Hugging Face transformers' models: `architectures.py` says of which."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RopeParameters, RotaryEmbedding, SPTBlendRetriever
+from lmcache_core.blend import BlendOutput, BlendRetriever, CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
 from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import ConfigError
+from lmcache_core.integrations.transformers.architectures import reason_against_layers, reason_against_rotation, rope_parameters_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,46 +41,29 @@ class BlendedPrefill:
     num_computed: int
 
 
-def rope_parameters_of(config: Any) -> RopeParameters:
-    """How a model rotates, from its configuration.
-
-    Raises:
-        ValueError: In a way that is not known here.
-    """
-    options = dict(config.rope_parameters)
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    share = options.get("partial_rotary_factor", 1.0)
-    kind = options.get("rope_type", "default")
-    names = ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate", "low_freq_factor")
-    known = {name: options[name] for name in (*names, "high_freq_factor") if options.get(name) is not None}
-    return RopeParameters(
-        head_size,
-        float(options["rope_theta"]),
-        int(head_size * share),
-        kind,
-        max_positions=int(config.max_position_embeddings),
-        original_max_positions=options.get("original_max_position_embeddings"),
-        **known,
-    )
-
-
 class BlendingModel:
     """Runs a model layer by layer, between a retriever and an executor.
 
     Args:
-        model: Llama architecture, in eval mode; not changed.
+        model: Of one of `BLENDED_ARCHITECTURES`, in eval mode; not changed.
         retriever: Finds the KV of parts of prompts.
-        executor: Its encoders are those of the model.
+        executor: Its encoders are those of the model; nobody else's.
+
+    Raises:
+        ValueError: The model's layers are not known here.
     """
 
     def __init__(self, model: PreTrainedModel, retriever: BlendRetriever, executor: CacheBlendImpl) -> None:
+        reason = reason_against_layers(model)
+        if reason is not None:
+            raise ValueError(reason)
         self._model = model
         self._retriever = retriever
         self._executor = executor
+        self._one_batch = threading.Lock()
 
-    @torch.inference_mode()
     def prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int = 1) -> BlendedPrefill:
-        """Compute the KV of a batch of prompts, reusing what is found.
+        """Compute the KV of a batch of prompts, reusing what is found. Threads take turns.
 
         Args:
             input_tokens: Token ids of all prompts, one after the other, `[num_tokens]`.
@@ -88,6 +73,13 @@ class BlendingModel:
         Raises:
             ValueError: A prompt has fewer tokens, or some of these were retrieved and not computed.
         """
+        shortest = min((end - start for start, end in pairwise(query_start_loc.tolist())), default=0)
+        if shortest < logits_to_keep:
+            raise ValueError(f"logits of the last {logits_to_keep} tokens are wanted, and a prompt of the batch has {shortest}")
+        with self._one_batch, torch.inference_mode():
+            return self._prefill(input_tokens, query_start_loc, logits_to_keep)
+
+    def _prefill(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor, logits_to_keep: int) -> BlendedPrefill:
         task = self._retriever.new_request(input_tokens, query_start_loc)
         inner = self._model.model
         starts = query_start_loc.tolist()
@@ -110,10 +102,10 @@ class BlendingModel:
                 hidden, positions = hidden[computed], out.positions
             kv.append((out.k, out.v))
             hidden = self._finish(layer, hidden, out, positions, keys, short, starts)
-        rows = torch.tensor([list(range(max(end - logits_to_keep, 0), end)) for end in short[1:]], device=device)
-        wanted = torch.tensor(starts[1:], device=device)[:, None] + torch.arange(-logits_to_keep, 0, device=device)
-        if not torch.equal(computed[rows], wanted) or (wanted < torch.tensor(starts[:-1], device=device)[:, None]).any():
-            raise ValueError(f"logits of the last {logits_to_keep} tokens of each prompt: not all of these are there, or were computed")
+        kept = torch.arange(-logits_to_keep, 0, device=device)
+        rows, wanted = (torch.tensor(ends[1:], device=device)[:, None] + kept for ends in (short, starts))
+        if (rows < 0).any() or not torch.equal(computed[rows], wanted):
+            raise ValueError(f"logits of the last {logits_to_keep} tokens of each prompt are wanted, and some of these were retrieved")
         logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
@@ -121,6 +113,8 @@ class BlendingModel:
         attention = layer.self_attn
         x = layer.input_layernorm(hidden)
         q, k, v = (side(x).view(len(x), -1, attention.head_dim) for side in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if hasattr(attention, "q_norm"):  # Qwen3
+            q, k = attention.q_norm(q), attention.k_norm(k)
         cos, sin = self._model.model.rotary_emb(x[None], positions[None])
         q, k = (_rotated(side, cos[0, :, None], sin[0, :, None]) for side in (q, k))
         return q.flatten(1), k.flatten(1), v.flatten(1)
@@ -172,8 +166,11 @@ def blending_model_of(model: PreTrainedModel, retriever: BlendRetriever, profile
     """A model that blends as a profile says.
 
     Raises:
-        ValueError: The model rotates in a way that is not known here.
+        ValueError: The model's layers, or how it rotates, are not known here.
     """
+    reason = reason_against_layers(model) or reason_against_rotation(model)
+    if reason is not None:
+        raise ValueError(reason)
     executor = CacheBlendImpl(profile.recompute_ratio, create_policy(profile.policy, profile.recompute_ratio))
     executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
     return BlendingModel(model, retriever, executor)
@@ -232,12 +229,9 @@ class PromptBlender:
 
     def _reason_against(self, model: PreTrainedModel) -> str | None:
         config, metadata = self._engine.config, self._engine.metadata
-        try:
-            kind = rope_parameters_of(model.config).kind
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
-            return f"how {metadata.model_name} rotates is not known: {exc}"
-        if kind == "dynamic":
-            return f"{metadata.model_name} rotates by the length of each prompt, and a chunk does not tell that of its own"
+        reason = reason_against_layers(model) or reason_against_rotation(model)
+        if reason is not None:
+            return f"{metadata.model_name}: {reason}"
         if config.blend_certificates is None:
             return "blend_certificates names no folder; make a certificate with `lmcachectl certify blend`"
         return CertificateFolder(Path(config.blend_certificates)).reason_against(metadata.model_name, metadata.revision, self._profile)
