@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from xml.sax.saxutils import escape
 
 from tests.bench.codec_break_even import break_even, gain
 from tests.bench.codec_speed import SpeedRow
+from tests.bench.svg import line, opening, words
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 500, 44, 384
@@ -34,9 +34,8 @@ def draw(rows: Sequence[SpeedRow], title: str) -> str:
     if len(rows) > len(COLOURS):
         raise ValueError(f"{len(rows)} curves for {len(COLOURS)} colours: draw fewer")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 24, title, size=14),
+        *opening(WIDTH, HEIGHT),
+        words(LEFT, 24, title, size=14),
         *_axes(),
     ]
     for index, (row, colour) in enumerate(zip(rows, COLOURS, strict=False)):
@@ -48,21 +47,21 @@ def draw(rows: Sequence[SpeedRow], title: str) -> str:
         parts += [f'<circle cx="{_x(link):.1f}" cy="{_y(1.0):.1f}" r="4" fill="{colour}"/>' for link in shown]
         y = TOP + 12 + 22 * index
         parts.append(f'<line x1="{RIGHT + 14}" x2="{RIGHT + 38}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"/>')
-        parts.append(_text(RIGHT + 44, y, f"{row.name}: {row.ratio:.2f} times smaller"))
+        parts.append(words(RIGHT + 44, y, f"{row.name}: {row.ratio:.2f} times smaller"))
     notes = ("solid: decoded while the next crosses", "dashed: one after the other", "dots: as fast as raw bytes")
-    parts += [_text(RIGHT + 14, BOTTOM - 44 + 18 * index, note, fill="#555") for index, note in enumerate(notes)]
+    parts += [words(RIGHT + 14, BOTTOM - 44 + 18 * index, note, fill="#555") for index, note in enumerate(notes)]
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _axes() -> list[str]:
     parts = []
     for link in LINKS_GBIT:
-        parts.append(_line(_x(link), TOP, _x(link), BOTTOM))
-        parts.append(_text(_x(link), BOTTOM + 18, f"{link:g}", anchor="middle"))
+        parts.append(line(_x(link), TOP, _x(link), BOTTOM))
+        parts.append(words(_x(link), BOTTOM + 18, f"{link:g}", anchor="middle"))
     for value in GAINS:
-        parts.append(_line(LEFT, _y(value), RIGHT, _y(value), "#333" if value == 1 else "#ddd"))
-        parts.append(_text(LEFT - 8, _y(value) + 4, f"{value:g}", anchor="end"))
-    parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "bandwidth of the link, Gbit/s", anchor="middle"))
+        parts.append(line(LEFT, _y(value), RIGHT, _y(value), "#333" if value == 1 else "#ddd"))
+        parts.append(words(LEFT - 8, _y(value) + 4, f"{value:g}", anchor="end"))
+    parts.append(words((LEFT + RIGHT) / 2, BOTTOM + 40, "bandwidth of the link, Gbit/s", anchor="middle"))
     middle = (TOP + BOTTOM) / 2
     parts.append(
         f'<text x="18" y="{middle:.1f}" text-anchor="middle" transform="rotate(-90 18 {middle:.1f})">times faster than raw bytes</text>'
@@ -83,11 +82,3 @@ def _x(link_gbit: float) -> float:
 def _y(value: float) -> float:
     bounded = min(max(value, GAINS[0]), GAINS[-1])
     return BOTTOM - (BOTTOM - TOP) * math.log(bounded / GAINS[0]) / math.log(GAINS[-1] / GAINS[0])
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#ddd") -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, fill: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(words)}</text>'

@@ -1,6 +1,7 @@
-"""A small language model that ships with the demonstration: real weights, trained by :mod:`.train`, loaded offline.
+"""Two small language models that ship with the demonstration: real weights, trained by :mod:`.train`, loaded offline.
 
-``MODEL_CARD.md`` beside this file says how it was trained and what it can do.
+The second is the first, taught to answer from two documents (:mod:`.two_documents`). ``MODEL_CARD.md`` beside this file
+says how they were trained and what they can do.
 """
 
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["MODEL_DIR", "load_model", "load_tokenizer"]
+__all__ = ["MODEL_DIR", "TWO_DOCUMENT_DIR", "load_model", "load_tokenizer", "load_two_document_model"]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 MODEL_DIR: Final = Path(__file__).parent / "assets"
+TWO_DOCUMENT_DIR: Final = MODEL_DIR / "two_documents"
+"""Weights and configuration; the tokenizer is that of `MODEL_DIR`."""
 
 
 def load_tokenizer() -> "PreTrainedTokenizerFast":
@@ -21,9 +26,7 @@ def load_tokenizer() -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast.from_pretrained(str(MODEL_DIR), local_files_only=True)
 
 
-def load_model(
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-) -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
+def load_model(dtype: Dtype = "float32") -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
     """Loads the model, in evaluation mode on the CPU, and its tokenizer; needs no network.
 
     Args:
@@ -32,9 +35,17 @@ def load_model(
     Returns:
         The model and the tokenizer, owned by the caller.
     """
+    return _load(MODEL_DIR, dtype), load_tokenizer()
+
+
+def load_two_document_model(dtype: Dtype = "float32") -> tuple["LlamaForCausalLM", "PreTrainedTokenizerFast"]:
+    """As :func:`load_model`, for the model that answers prompts of :mod:`.two_documents`."""
+    return _load(TWO_DOCUMENT_DIR, dtype), load_tokenizer()
+
+
+def _load(folder: Path, dtype: Dtype) -> "LlamaForCausalLM":
     import torch
     from transformers import LlamaForCausalLM
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    model = LlamaForCausalLM.from_pretrained(str(MODEL_DIR), dtype=dtypes[dtype], local_files_only=True)
-    return model.eval(), load_tokenizer()
+    return LlamaForCausalLM.from_pretrained(str(folder), dtype=dtypes[dtype], local_files_only=True).eval()

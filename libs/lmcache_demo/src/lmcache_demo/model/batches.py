@@ -28,10 +28,21 @@ class TrainingRows:
     Attributes:
         tokens: Inputs, and targets one to the right: ``[num_rows, length + 1]``, dtype int64.
         weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None: all the same.
+        blocks: Which inputs each input sees, ``[num_rows, length]``, dtype int16: 0 sees all before it, another number
+            only those of the same number; None: all see all before them.
     """
 
     tokens: npt.NDArray[np.int64]
     weights: npt.NDArray[np.float32] | None = None
+    blocks: npt.NDArray[np.int16] | None = None
+
+    def mask(self) -> npt.NDArray[np.bool_] | None:
+        """Whether each input sees each, ``[num_rows, length, length]``; None where all see all before them."""
+        if self.blocks is None:
+            return None
+        same = self.blocks[:, :, None] == self.blocks[:, None]
+        seen: npt.NDArray[np.bool_] = np.tril(same | (self.blocks == 0)[:, :, None])
+        return seen
 
 
 class Sampler(Protocol):

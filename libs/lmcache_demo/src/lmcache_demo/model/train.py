@@ -111,7 +111,8 @@ def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
     with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
         task = progress.add_task("training", total=num_steps, completed=done.step, note="")
         while done.step < num_steps and not stopped:
-            stopped = trainer.train_step(job.exchange, stop=time.monotonic() - started > job.limit_s)
+            late = time.monotonic() - started > job.limit_s
+            stopped = trainer.train_step(job.exchange, stop=late or _is_orphaned())
             rate = done.num_tokens / done.wall_s
             note = f"loss {done.loss:.3f} nats/token, {rate:,.0f} tokens/s, length {job.recipe.length_at(done.step)}"
             progress.update(task, completed=done.step, note=note)
@@ -124,6 +125,12 @@ def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
     if done.step >= num_steps:
         folder = export_model(trainer.model, job.folder / "tokenizer.json", job.folder / "export")
         logger.info("exported to %s: %s", folder, done)
+
+
+def _is_orphaned() -> bool:
+    """Whether the program that started this process has been killed."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
 
 
 def start(job: Job) -> None:

@@ -78,8 +78,10 @@ class Trainer:
         rows = self._sampler.draw(done.step, num_rows, length)
         own = slice(self._rank, None, exchange.num_workers)
         tokens = torch.from_numpy(rows.tokens[own])
+        seen = rows.mask()
+        mask = None if seen is None else torch.from_numpy(seen[own])[:, None]
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+            logits = self.model(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=False).logits
         losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         if rows.weights is None:
             loss = losses.mean()

@@ -12,6 +12,9 @@ A prompt reads, for example::
 The words stand for nothing: they are the common words of the model's vocabulary, drawn anew for every prompt, so that
 nothing but the prompt answers the question. A model that reads the owners behind the marks can note each owner's mark
 there; where the owners' KV was computed without the marks before it, that note is missing.
+
+In some training rows the documents of marks do not see what stands before them, as if their KV had been stored: a model
+that has never seen such a thing is as surprised by where each document begins as by what it lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,6 +40,8 @@ NOTED_RATIO: Final = 0.4
 # Share of the training rows that are plain text, so that the model goes on to know it.
 TEXT_RATIO: Final = 0.125
 FILLED_RATIO: Final = 0.3
+# Share of the training prompts whose documents of marks, and filling, see nothing but themselves.
+ALONE_RATIO: Final = 0.5
 MAX_FILLING_TOKENS: Final = 48
 MAX_MARK_DOCUMENTS: Final = 3
 
@@ -47,8 +52,8 @@ class TwoDocumentPrompt:
 
     Attributes:
         marks: Documents of marks, without separators; at least one.
-        owners: The document of owners.
-        noted: For each line of it the mark at its end, "" where it gives none.
+        owners: Lines of the document of owners.
+        noted: For each of these lines the mark at its end, "" where it gives none.
         questions: Pairs of a question, ``"? north"``, and its answer, ``" stone"``.
     """
 
@@ -112,6 +117,15 @@ def draw_prompt(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a prompt: its text, its weight in the loss, and whether it is a document that may stand alone."""
+
+    text: str
+    weight: float = 0.0
+    is_document: bool = False
+
+
 class TwoDocumentSampler:
     """Training sequences of such prompts, with some plain text; what a step sees depends on the seed and the step alone.
 
@@ -138,29 +152,35 @@ class TwoDocumentSampler:
         rng = np.random.default_rng([self._seed, step])
         tokens = np.zeros((num_rows, length + 1), dtype=np.int64)
         weights = np.zeros((num_rows, length + 1), dtype=np.float32)
+        blocks = np.zeros((num_rows, length + 1), dtype=np.int16)
         for row in range(num_rows):
             if rng.random() < TEXT_RATIO:
                 tokens[row], weights[row] = self._text(rng, length + 1), TEXT_WEIGHT
             else:
-                self._fill(rng, step, tokens[row], weights[row])
-        return TrainingRows(tokens, weights[:, 1:])
+                self._fill(rng, step, tokens[row], weights[row], blocks[row])
+        return TrainingRows(tokens, weights[:, 1:], blocks[:, :-1])
 
-    def _fill(self, rng: np.random.Generator, step: int, tokens: "np.ndarray", weights: "np.ndarray") -> None:
+    def _fill(self, rng: np.random.Generator, step: int, tokens: "np.ndarray", weights: "np.ndarray", blocks: "np.ndarray") -> None:
         """Writes prompts into a row, each behind an end-of-text token, until the next has no room."""
-        used = 1
+        used, block = 1, 0
         while True:
             pieces = list(self._pieces(rng, step))
-            encoded = self._tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+            is_alone = rng.random() < ALONE_RATIO
+            encoded = self._tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
             size = sum(len(ids) for ids in encoded)
             if used + size + 1 > len(tokens):
                 return
-            for ids, (_, weight) in zip(encoded, pieces, strict=True):
-                tokens[used : used + len(ids)], weights[used : used + len(ids)] = ids, weight
+            for ids, piece in zip(encoded, pieces, strict=True):
+                own = slice(used, used + len(ids))
+                tokens[own], weights[own] = ids, piece.weight
+                if is_alone and piece.is_document:
+                    block += 1
+                    blocks[own] = block
                 used += len(ids)
             used += 1
 
-    def _pieces(self, rng: np.random.Generator, step: int) -> Iterator[tuple[str, float]]:
-        """One prompt's texts in order, each with its weight in the loss; their tokens are those of the whole."""
+    def _pieces(self, rng: np.random.Generator, step: int) -> Iterator[_Piece]:
+        """One prompt's texts in order; their tokens are those of the whole."""
         most = self._curriculum.max_owners_at(step)
         num_owners = int(rng.integers(max(2, most // 3), most + 1))
         num_things = num_owners + int(rng.integers(num_owners + 1))
@@ -169,18 +189,19 @@ class TwoDocumentSampler:
         filling = int(rng.integers(len(prompt.marks) + 1)) if rng.random() < FILLED_RATIO else None
         for number, document in enumerate((*prompt.marks, None)):
             if number == filling:
-                yield self._tokenizer.decode(self._text(rng, int(rng.integers(8, MAX_FILLING_TOKENS)))) + SEPARATOR, 0.0
+                text = self._text(rng, int(rng.integers(8, MAX_FILLING_TOKENS)))
+                yield _Piece(self._tokenizer.decode(text) + SEPARATOR, is_document=True)
             if document is not None:
-                yield document + SEPARATOR, 0.0
+                yield _Piece(document + SEPARATOR, is_document=True)
         for number, (line, mark) in enumerate(zip(prompt.owners, prompt.noted, strict=True)):
-            yield ("\n" if number else "") + line, 0.0
+            yield _Piece(("\n" if number else "") + line)
             if mark:
-                yield mark, NOTE_WEIGHT
-        yield SEPARATOR, 0.0
+                yield _Piece(mark, NOTE_WEIGHT)
+        yield _Piece(SEPARATOR)
         for question, answer in prompt.questions:
-            yield question, 0.0
-            yield answer, ANSWER_WEIGHT
-            yield "\n", 0.0
+            yield _Piece(question)
+            yield _Piece(answer, ANSWER_WEIGHT)
+            yield _Piece("\n")
 
     def _text(self, rng: np.random.Generator, size: int) -> TokenArray:
         offset = int(rng.integers(len(self._stream) - size))

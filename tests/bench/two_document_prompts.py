@@ -1,0 +1,64 @@
+"""Prompts whose answers need two documents, cut as a cache has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from lmcache_core.integrations.transformers.blend_quality import SplitPrompt
+from lmcache_demo.model.two_documents import SEPARATOR, Vocabulary, draw_prompt
+from transformers import PreTrainedTokenizerFast
+
+NUM_OWNERS, NUM_THINGS, NUM_QUESTIONS = 10, 20, 4
+FILLER_TOKENS = 48
+SEED = 11_22
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredPrompt:
+    """One prompt with its answers.
+
+    Attributes:
+        split: Documents, and behind them the questions with their answers.
+        places: Where in the ending the answers stand, int64 `[num_questions]`; each is one token.
+    """
+
+    split: SplitPrompt
+    places: torch.Tensor
+
+
+class PromptSource:
+    """Draws prompts: documents of marks and one of plain text in any order, then the owners', then questions.
+
+    Args:
+        tokenizer: The model's.
+        texts: Held-out plain texts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._words = Vocabulary(tokenizer)
+        self._stream = [token for text in texts for token in self._encode(text)]
+
+    def draw(self, count: int) -> Iterator[AnsweredPrompt]:
+        """The same prompts at every call."""
+        rng = np.random.default_rng(SEED)
+        separator = self._encode(SEPARATOR)
+        for _ in range(count):
+            prompt = draw_prompt(rng, self._words, NUM_OWNERS, NUM_THINGS)
+            place = int(rng.integers(len(self._stream) - FILLER_TOKENS))
+            first = [*map(self._encode, prompt.marks), self._stream[place : place + FILLER_TOKENS]]
+            documents = [first[i] for i in rng.permutation(len(first))] + [self._encode("\n".join(prompt.owners))]
+            ending: list[int] = []
+            places = []
+            for question, answer in prompt.questions[:NUM_QUESTIONS]:
+                ending += self._encode(question)
+                places.append(len(ending))
+                ending += self._encode(answer + "\n")
+            split = SplitPrompt([torch.tensor([*document, *separator]) for document in documents], torch.tensor(ending))
+            yield AnsweredPrompt(split, torch.tensor(places))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
