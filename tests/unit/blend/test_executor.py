@@ -123,6 +123,63 @@ def test_without_encoders_nothing_is_blended():
         batch.layer(made, 1)
 
 
+def test_a_layer_without_the_kv_of_reused_tokens_is_refused():
+    batch, made = Batch([6, 4], [True] * 5 + [False] + [True] * 4), executor(0.2)
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    lost = batch.valid.clone()
+    lost[[2, 7]] = False
+    with pytest.raises(ValueError, match="no retrieved KV of 2 tokens"):
+        batch.layer(made, 2, rows, valid_mask=lost)
+    with pytest.raises(ValueError, match="no retrieved KV of 9 tokens"):
+        batch.layer(made, 2, rows, valid_mask=torch.zeros(10, dtype=torch.bool))
+    longer = {name: torch.cat([value, value[:1]]) for name, value in (("valid_mask", batch.valid), ("original_positions", batch.originals))}
+    longer |= {name: torch.zeros(11, WIDTH) for name in ("retrieved_k", "retrieved_v")}
+    with pytest.raises(ValueError, match="11 tokens, that at which they were selected 10"):
+        batch.layer(made, 2, rows, **longer, query_start_loc=torch.tensor([0, 6, 11]))
+    assert torch.equal(batch.layer(made, 2, rows, valid_mask=torch.ones(10, dtype=torch.bool)).k, batch.layer(made, 3, rows).k)
+
+
+def test_what_is_refused_leaves_the_batch_as_it_was():
+    batch, made = Batch([6], [True] * 6), executor()
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    for layer_id in (0, 1, 2):
+        with pytest.raises(ValueError, match="fresh_q"):
+            batch.layer(made, layer_id, rows, fresh_q=torch.zeros(5, WIDTH))
+    torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
+
+
+def test_a_mask_that_its_owner_changes_later_counts_as_it_was():
+    batch, made = Batch([6], [True] * 6), executor(0.0)
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    batch.valid[2] = False
+    with pytest.raises(ValueError, match="no retrieved KV of 1 tokens"):
+        batch.layer(made, 2, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint8])
+def test_where_requests_begin_keeps_its_dtype(dtype):
+    batch, made = Batch([3, 0, 4], [True] * 7), executor(0.0)
+    batch.starts = batch.starts.to(dtype)
+    out = batch.layer(made, 1)
+    assert out.query_start_loc.dtype == dtype
+    assert out.query_start_loc.tolist() == [0, 1, 1, 2]
+    assert out.local_indices.tolist() == [2, 6]
+
+
+def test_nothing_valid_on_the_check_layer_computes_everything():
+    batch, made = Batch([6], [True] * 6), executor(0.0)
+    batch.layer(made, 0)
+    none = torch.zeros(6, dtype=torch.bool)
+    assert batch.layer(made, 1, valid_mask=none, retrieved_k=None, retrieved_v=None).query_start_loc is None
+    late = batch.layer(made, 2)
+    assert late.query_start_loc is None
+    assert torch.equal(late.k, batch.fresh_k)
+    assert len(late.local_indices) == 6
+
+
 def test_a_new_batch_begins_at_layer_0():
     made, first, second = executor(), Batch([6], [True] * 6), Batch([4, 3], [True] * 7)
     first.layer(made, 0)
@@ -131,6 +188,19 @@ def test_a_new_batch_begins_at_layer_0():
     second.layer(made, 1)
     with pytest.raises(ValueError, match="layer 4 does not follow layer 1"):
         second.layer(made, 4)
+    with pytest.raises(ValueError, match="layer -1 does not follow"):
+        second.layer(made, -1)
+
+
+def test_a_batch_may_begin_at_the_check_layer():
+    made, batch = executor(0.2), Batch([6], [True] * 6)
+    for _ in range(2):
+        rows = batch.layer(made, 1).local_indices
+        torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="-4"):
+        batch.layer(made, 1, positions=torch.tensor([0, 1, 2, -4, 0, 1]))
+    with pytest.raises(ValueError, match="layer 2 does not follow"):
+        batch.layer(executor(0.2), 2)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +218,7 @@ def test_a_new_batch_begins_at_layer_0():
         ({"retrieved_k": None}, "retrieved_k is None"),
         ({"retrieved_v": torch.zeros(6, WIDTH + 1)}, "retrieved_v"),
         ({"token_dim": 2}, "token_dim is 2"),
+        ({name: torch.zeros(6) for name in ("fresh_q", "fresh_k", "fresh_v")}, r"fresh_k is \(6,\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, words):

@@ -80,6 +80,8 @@ class Layer:
         Raises:
             ValueError: There are not, or K and V differ in shape or dtype.
         """
+        if self.k.ndim < 2:
+            raise ValueError(f"fresh_k is {tuple(self.k.shape)}; expected tokens and their channels")
         if not -self.k.ndim <= self.token_dim < self.k.ndim:
             raise ValueError(f"token_dim is {self.token_dim}; fresh_k has {self.k.ndim} dimensions")
         for name, side in (("fresh_q", self.q), ("fresh_k", self.k), ("fresh_v", self.v)):

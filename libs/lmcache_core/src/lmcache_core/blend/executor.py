@@ -29,10 +29,12 @@ class _Selected:
 
     Attributes:
         indices: Rows of the whole batch that are still computed, on its device.
+        valid_mask: As it was there: every layer behind it needs these rows.
         move: Moves K of all tokens of the batch.
     """
 
     indices: torch.Tensor
+    valid_mask: torch.Tensor
     move: Move
 
 
@@ -40,7 +42,8 @@ class CacheBlendImpl(BlendExecutor):
     """Moves retrieved K to its new positions and computes anew the share of tokens that a policy selects.
 
     Layers before the policy's check layer are computed in full. On it tokens are selected; behind it only these are computed. Tokens
-    without valid KV and the last of each request are always among them. For one batch at a time: layer 0 begins a new one.
+    without valid KV and the last of each request are always among them. For one batch at a time: layer 0 begins a new one, and so may
+    every layer up to the check layer. What is refused leaves the batch as it was.
 
     Args:
         recompute_ratio: Share of each request's valid tokens that are computed anew, 0 … 1.
@@ -91,25 +94,30 @@ class CacheBlendImpl(BlendExecutor):
             ValueError: Lengths, shapes or positions do not fit together; a layer came out of order; or K would have to be moved and no
                 positional encoders were set.
         """
-        self._enter(layer_id)
-        batch = Batch.checked(valid_mask, original_positions, query_start_loc, looks_at_values=layer_id == 0)
+        selected = self._selected_before(layer_id)
+        is_whole = layer_id <= self.policy.check_layer
+        batch = Batch.checked(valid_mask, original_positions, query_start_loc, looks_at_values=is_whole)
         fresh = Layer(fresh_q, fresh_k, fresh_v, token_dim)
-        fresh.check(positions, batch.num_tokens if self._selected is None else len(self._selected.indices), looks_at_values=layer_id == 0)
+        fresh.check(positions, batch.num_tokens if selected is None else len(selected.indices), looks_at_values=is_whole)
         retrieved = fresh.checked_retrieved(retrieved_k, retrieved_v, batch)
-        if self._selected is not None:
-            return self._fill(self._selected, fresh, retrieved, positions)
-        if layer_id == self.policy.check_layer and retrieved is not None:
-            return self._select(batch, fresh, retrieved, positions)
-        return BlendOutput(fresh_q, fresh_k, fresh_v, positions, torch.arange(batch.num_tokens, device=positions.device), None)
+        if selected is not None:
+            out = self._fill(selected, batch, fresh, retrieved, positions)
+        elif layer_id == self.policy.check_layer and retrieved is not None:
+            selected, out = self._select(batch, fresh, retrieved, positions)
+        else:
+            out = BlendOutput(fresh_q, fresh_k, fresh_v, positions, torch.arange(batch.num_tokens, device=positions.device), None)
+        self._selected, self._next_layer = selected, layer_id + 1
+        return out
 
-    def _enter(self, layer_id: int) -> None:
-        if layer_id not in (0, self._next_layer):
+    def _selected_before(self, layer_id: int) -> _Selected | None:
+        """What was chosen on an earlier layer of this batch."""
+        if 0 <= layer_id <= self.policy.check_layer:
+            return None
+        if layer_id != self._next_layer:
             raise ValueError(f"layer {layer_id} does not follow layer {self._next_layer - 1}; layers come in order, from 0")
-        if layer_id == 0:
-            self._selected = None
-        self._next_layer = layer_id + 1
+        return self._selected
 
-    def _select(self, batch: Batch, fresh: Layer, retrieved: Pair, positions: torch.Tensor) -> BlendOutput:
+    def _select(self, batch: Batch, fresh: Layer, retrieved: Pair, positions: torch.Tensor) -> tuple[_Selected, BlendOutput]:
         """Choose the tokens that are still computed; of this layer all K and V are fresh."""
         device = fresh.k.device
         is_valid, originals = batch.valid_mask.to(device), batch.original_positions.to(device)
@@ -117,17 +125,20 @@ class CacheBlendImpl(BlendExecutor):
         if self.policy.needs_deviation:
             ours, theirs = (side.movedim(fresh.token_dim, 0).flatten(1).contiguous() for side in (fresh.v, retrieved[1]))
             deviation = blend_deviation(ours, theirs, is_valid)
-        selected = self.policy.choose(Candidates(batch.valid_mask, is_valid, originals, batch.starts, deviation))
-        indices = mask_to_indices(selected)
-        counts = torch.cat([selected.new_zeros(1, dtype=torch.int64), selected.cumsum(0)])
-        starts = counts[batch.query_start_loc.to(device)].to(batch.query_start_loc)
-        self._selected = _Selected(indices, self._move_of(originals, positions))
-        return BlendOutput(fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts)
+        is_selected = self.policy.choose(Candidates(batch.valid_mask, is_valid, originals, positions, batch.starts, deviation))
+        indices = mask_to_indices(is_selected)
+        counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
+        starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)
+        selected = _Selected(indices, batch.valid_mask.clone(), self._move_of(originals, positions))
+        return selected, BlendOutput(fresh.taken(fresh.q, indices), fresh.k, fresh.v, positions[indices], indices, starts)
 
-    def _fill(self, selected: _Selected, fresh: Layer, retrieved: Pair | None, positions: torch.Tensor) -> BlendOutput:
+    def _fill(self, selected: _Selected, batch: Batch, fresh: Layer, retrieved: Pair | None, positions: torch.Tensor) -> BlendOutput:
         """All tokens' KV: the retrieved, moved, and the fresh in its place where there is any."""
-        if retrieved is None:
-            raise ValueError("a layer has no retrieved KV, though the layer at which tokens were selected had")
+        if len(selected.valid_mask) != batch.num_tokens:
+            raise ValueError(f"a layer has {batch.num_tokens} tokens, that at which they were selected {len(selected.valid_mask)}")
+        num_lost = int((selected.valid_mask & ~batch.valid_mask).sum())
+        if retrieved is None or num_lost:
+            raise ValueError(f"a layer has no retrieved KV of {num_lost} tokens, though the layer at which tokens were selected had")
         keys = selected.move(retrieved[0].movedim(fresh.token_dim, 0)).movedim(0, fresh.token_dim)
         k = keys.index_copy(fresh.token_dim, selected.indices, fresh.k)
         v = retrieved[1].index_copy(fresh.token_dim, selected.indices, fresh.v)

@@ -26,7 +26,8 @@ class Candidates:
     Attributes:
         valid_mask: Booleans on the CPU, `[num_tokens]`: whether KV was retrieved.
         is_valid: The same on the device of the others.
-        original_positions: int64 `[num_tokens]`: where they stood when it was computed.
+        original_positions: `[num_tokens]`: where they stood when it was computed.
+        positions: `[num_tokens]`: where they stand in their requests.
         starts: Where each request begins, and the number of tokens.
         deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not valid; None if nobody needs it.
     """
@@ -34,6 +35,7 @@ class Candidates:
     valid_mask: torch.Tensor
     is_valid: torch.Tensor
     original_positions: torch.Tensor
+    positions: torch.Tensor
     starts: Sequence[int]
     deviation: torch.Tensor | None
 
@@ -61,7 +63,7 @@ class MostDeviating:
     """CacheBlend (arXiv 2405.16444): the tokens whose KV deviates most on an early layer deviate most on all.
 
     Attributes:
-        ratio: Share of a request's valid tokens, rounded down.
+        ratio: Share of a request's valid tokens, rounded down; what is computed in any case comes on top.
         check_layer: Where deviations are looked at. The KV of layer 0 depends on nothing but the token.
     """
 
@@ -81,8 +83,8 @@ class FirstOfChunk:
     """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the chunk's own beginning.
 
     Attributes:
-        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt. One in
-            front of a request is there where it was computed, and is left as it is.
+        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first of its prompt. One that begins its
+            prompt here too is where it was computed, and is left as it is.
     """
 
     ratio: float
@@ -92,12 +94,14 @@ class FirstOfChunk:
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """See `SelectionPolicy.choose`."""
         valid, originals = candidates.is_valid, candidates.original_positions
-        chunk_of = (valid & (originals == 0)).long().cumsum(0)
+        is_first = valid & (originals == 0)
+        heads = torch.tensor([start for start, end in pairwise(candidates.starts) if start < end], dtype=torch.int64, device=valid.device)
+        begins = is_first.clone()
+        begins[heads] = True  # what a request has is no part of a chunk of the one before
+        chunk_of = begins.long().cumsum(0)
         lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(0, chunk_of, valid.double())
         counts = torch.ceil(lengths * self.ratio - _SLACK)
-        for start, end in pairwise(candidates.starts):
-            if start < end and bool(candidates.valid_mask[start]):
-                counts[chunk_of[start]] = 0  # a prefix, as it was
+        counts[chunk_of[heads[is_first[heads] & (candidates.positions[heads] == 0)]]] = 0
         return _with_the_rest(valid & (originals < counts[chunk_of]), candidates)
 
 
