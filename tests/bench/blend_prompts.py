@@ -17,7 +17,7 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 QUESTION_TOKENS = 64
 TOKENS_A_DOCUMENT = 512
@@ -82,7 +82,8 @@ def made_model(options: Mapping[str, int], dtype: torch.dtype) -> LlamaForCausal
     """
     torch.manual_seed(0)
     config = LlamaConfig(**options, max_position_embeddings=16_384, tie_word_embeddings=True)
-    return LlamaForCausalLM(config).eval().to(dtype)
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype)  # a cast later would round its rotations too
+    return model.eval()
 
 
 @contextmanager

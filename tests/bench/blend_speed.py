@@ -7,6 +7,7 @@ whole prompt. Models have random weights: neither time nor operations depend on 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 from tests.bench.blend_flops import Flops, counted, layers_in_full, prefill_flops
 from tests.bench.blend_prompts import Prompt, blending_models, made_model, made_prompt
+from tests.bench.codec_neighbours import Neighbours
 from tests.bench.report import Section
 
 NUM_THREADS = 2
@@ -71,6 +73,19 @@ LARGE = Shape(  # layers, widths and vocabulary of Qwen2.5-0.5B
     },
     {2_048: ALL_RATIOS, 4_096: ALL_RATIOS, 8_192: (GOAL_RATIO,)},
 )
+
+
+@dataclass(frozen=True)
+class BlendSpeed:
+    """What was measured.
+
+    Attributes:
+        sections: Its tables.
+        remark: In what dtype, and what else the machine did.
+    """
+
+    sections: Sequence[Section]
+    remark: str
 
 
 @dataclass(frozen=True)
@@ -183,12 +198,12 @@ def faster_dtype(run: Run) -> tuple[torch.dtype, Section]:
     for dtype in DTYPES:
         model = made_model(SMALL.options, dtype)
         prompt = made_prompt(TRIED_TOKENS, model.config.vocab_size)
-        name = str(dtype).removeprefix("torch.")
+        name = named(dtype)
         full, blended = measure_prompt(run, f"{SMALL.name} {name}", model, prompt, (GOAL_RATIO,)).arms
         seconds[dtype] = statistics.median(full.seconds)
         rows.append((name, f"{seconds[dtype]:.2f}", f"{statistics.median(blended.seconds):.2f}", ""))
     chosen = min(seconds, key=lambda dtype: seconds[dtype])
-    rows = [(*row[:-1], "measured in" if row[0] == str(chosen).removeprefix("torch.") else "") for row in rows]
+    rows = [(*row[:-1], "measured in" if row[0] == named(chosen) else "") for row in rows]
     headings = ("dtype", "full recompute, s", f"{GOAL_RATIO:.0%} anew, s", "note")
     return chosen, Section(f"Blend: dtype, {SMALL.name} parameters, {TRIED_TOKENS:,} tokens", headings, rows)
 
@@ -218,22 +233,31 @@ def first_tokens(measured: Sequence[Measured]) -> Section:
     return Section("Blend: first token of a prompt whose documents are in host memory", headings, rows)
 
 
-def measure(run: Run) -> list[Section]:
-    """Measure everything; takes about eight minutes on two cores, and `NUM_THREADS` torch threads.
+def measure(run: Run) -> BlendSpeed:
+    """Measure everything; takes about eight minutes on two cores, with `NUM_THREADS` torch threads.
 
     Args:
         run: Given a name and work, says the name, does the work, and returns what it returns.
     """
-    with _threads(NUM_THREADS):
+    measured = []
+    with _threads(NUM_THREADS), Neighbours() as others:
         dtype, dtypes = faster_dtype(run)
-        measured = []
         for shape in (SMALL, LARGE):
             model = run(f"blend: {shape.name}, random weights", lambda: made_model(shape.options, dtype))  # noqa: B023 (run at once)
             for num_tokens, ratios in shape.ratios.items():
                 prompt = made_prompt(num_tokens, model.config.vocab_size)
                 measured.append(measure_prompt(run, shape.name, model, prompt, ratios))
                 gc.collect()
-    return [first_tokens(measured), dtypes]
+    remark = (
+        f"{named(dtype)}, {NUM_THREADS} torch thread{'s' if NUM_THREADS > 1 else ''}, medians of {NUM_ROUNDS} rounds. "
+        f"While this was measured, other processes kept {others.cores:.2f} of {os.cpu_count()} cores busy."
+    )
+    return BlendSpeed((first_tokens(measured), dtypes), remark)
+
+
+def named(dtype: torch.dtype) -> str:
+    """Its name alone."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -102,3 +102,32 @@ def test_documents_are_of_one_length_and_stand_in_another_order():
     assert int((prompt.tokens == 999).sum()) == 8
     with pytest.raises(ValueError, match="one length"):
         made_prompt(4_097, 1_000)
+
+
+@pytest.fixture
+def other_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def test_everything_is_measured_with_its_threads_and_the_others_are_given_back(monkeypatch, other_threads):
+    threads = set()
+
+    def run(name, work):
+        threads.add(torch.get_num_threads())
+        return work()
+
+    for name, value in {"TRIED_TOKENS": 512, "NUM_ROUNDS": 1, "NUM_THREADS": 1}.items():
+        monkeypatch.setattr(blend_speed, name, value)
+    for name in ("SMALL", "LARGE"):
+        monkeypatch.setattr(blend_speed, name, blend_speed.Shape(name, OPTIONS, {512: (0.15,)}))
+    found = blend_speed.measure(run)
+    tokens, dtypes = found.sections
+    assert [row[:3] for row in tokens.rows] == [(name, "512", share) for name in ("SMALL", "LARGE") for share in (FULL, "15%")]
+    assert [row[0] for row in dtypes.rows] == ["float32", "bfloat16"]
+    (chosen,) = [row[0] for row in dtypes.rows if row[-1]]
+    assert found.remark.startswith(f"{chosen}, 1 torch thread")
+    assert threads == {1}
+    assert torch.get_num_threads() == other_threads
