@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +187,19 @@ def test_where_a_model_lies_is_no_part_of_its_identity(model: LlamaForCausalLM) 
     copy = make_model(0)
     copy.config._name_or_path = "/somewhere/else"
     assert metadata_of(model, "test", config) == metadata_of(copy, "test", config)
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_model_that_was_cast_never_shares_with_one_that_was_loaded_so(revision: str | None, tmp_path: Path) -> None:
+    """The cast rounds the frequencies of the rotation too, which are no weights; loading does not."""
+    config = make_config(chunk_size=CHUNK)
+    cast = make_model(0).to(torch.bfloat16)
+    cast.config.dtype = torch.bfloat16
+    cast.save_pretrained(tmp_path)
+    loaded = [LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval() for _ in range(2)]
+    assert weights_fingerprint(cast) == weights_fingerprint(loaded[0])
+    assert metadata_of(loaded[0], "test", config, revision) == metadata_of(loaded[1], "test", config, revision)
+    assert metadata_of(cast, "test", config, revision).revision != metadata_of(loaded[0], "test", config, revision).revision
 
 
 def test_a_model_that_forgets_tokens_is_refused() -> None:

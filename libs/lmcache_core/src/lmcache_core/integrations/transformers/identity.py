@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import torch
 import xxhash
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -33,8 +34,19 @@ def options_fingerprint(model: PreTrainedModel) -> str:
     """Text that differs when the same weights would give other KV: position encoding, activation, attention, norm."""
     options = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_KV}
     options["attention"] = getattr(model.config, "_attn_implementation", None)
+    rounded = _rounded_buffers(model)
+    if rounded:
+        options["rounded_buffers"] = rounded
     text = json.dumps(options, sort_keys=True, default=str)
     return f"options-{xxhash.xxh3_128_hexdigest(text.encode())}"
+
+
+def _rounded_buffers(model: PreTrainedModel) -> list[str]:
+    """Buffers that belong to the code, not to the weights, and were cast with these: a model that was loaded in bfloat16 rotates by float32
+    frequencies, and one that was cast to it by rounded ones, which is other KV of the same weights."""
+    stored = model.state_dict().keys()
+    own = ((name, buffer.dtype) for name, buffer in model.named_buffers() if name not in stored)
+    return sorted(f"{name};{dtype}" for name, dtype in own if dtype.is_floating_point and dtype != torch.float32)
 
 
 def metadata_of(model: PreTrainedModel, model_name: str, config: LMCacheEngineConfig, revision: str | None = None) -> LMCacheEngineMetadata:
