@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 TORCH_FREE = (
     *("errors", "config", "keys", "record", "wire", "lookup", "p2p", "security", "telemetry"),
-    *("concurrency", "memory", "sidecar", "storage"),
+    *("concurrency", "memory", "sidecar", "storage", "blend", "blend.certificate"),
 )
 NOT_IN_A_SERVING_PROCESS = {"sortedcontainers", "httpx", "redis", "pydantic", "fastapi", "uvicorn", "typer", "rich", "lmcache_kernels"}
 
