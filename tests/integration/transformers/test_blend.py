@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,81 +9,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
-from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.blend.certificate import BlendProfile, Quality
 from lmcache_core.blend.retriever import split_behind
 from lmcache_core.blend.selection import create_policy
-from lmcache_core.engine import LMCacheEngine
-from lmcache_core.errors import ConfigError
-from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of
+from lmcache_core.integrations.transformers import metadata_of
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
 from lmcache_core.integrations.transformers.blended import BlendingModel, blending_model_of, rope_parameters_of
-from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.token_database import ChunkedTokenDatabase
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from tests.fixtures.kv import make_config
-
-CHUNK = 8
-VOCAB = 100
-SEPARATOR = torch.tensor([VOCAB, VOCAB + 1])
+from tests.fixtures.blend_model import SEPARATOR, cached, document, full, small_llama, store, text
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB + 2,
-        max_position_embeddings=256,
-    )
-    made = LlamaForCausalLM(config).eval()
-    for parameter in made.parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return made
-
-
-@contextlib.contextmanager
-def cached(model: LlamaForCausalLM, **options: object) -> Iterator[tuple[LMCacheEngine, SPTBlendRetriever]]:
-    config = make_config(chunk_size=CHUNK, **{"save_unfull_chunk": True} | options)
-    metadata = metadata_of(model, "test", config)
-    allocator = HostMemoryAllocator(16 << 20)
-    engine = LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector_of(model))
-    engine.open()
-    retriever = SPTBlendRetriever(SEPARATOR, engine, metadata)
-    yield engine, retriever
-    retriever.close()
-    engine.close()
-    allocator.check_integrity()
-    assert allocator.used_bytes == 0
+    return small_llama()
 
 
 def blending(model: LlamaForCausalLM, retriever: SPTBlendRetriever, ratio: float, policy: str = "deviation") -> BlendingModel:
     executor = CacheBlendImpl(ratio, create_policy(policy, ratio))
     executor.set_mover(RotaryEmbedding(rope_parameters_of(model.config)).mover)
     return BlendingModel(model, retriever, executor)
-
-
-def text(num_tokens: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-
-
-def document(num_tokens: int, seed: int) -> torch.Tensor:
-    return torch.cat([text(num_tokens, seed), SEPARATOR])
-
-
-def full(model: LlamaForCausalLM, prompt: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    with torch.inference_mode():
-        output = model(input_ids=prompt[None], use_cache=True)
-    return output.logits[0, -1], [(layer.keys, layer.values) for layer in output.past_key_values.layers]
-
-
-def store(model: LlamaForCausalLM, engine: LMCacheEngine, tokens: torch.Tensor) -> None:
-    CachedCausalLM(model, engine).generate(tokens, 1)
 
 
 def assert_equals_full(model: LlamaForCausalLM, prompts: list[torch.Tensor], blended: BlendingModel) -> None:
@@ -212,71 +155,6 @@ def test_threads_take_turns(model):
         alone = [logits_of(prompt) for prompt in prompts]
         together = list(threads.map(logits_of, prompts * 5))
         assert all(torch.equal(got, alone[i % 4]) for i, got in enumerate(together))
-
-
-def certify(model, folder, engine, **figures):
-    quality = {"kl_nats": 0.0, "top1_agreement": 1.0, "delta_loss_nats": 0.0} | figures
-    profile = BlendProfile(engine.config.blend_policy, engine.config.blend_recompute_ratio, tuple(SEPARATOR.tolist()))
-    found = Quality(num_prompts=2, num_tokens=20, delta_loss_error=0.0, reused_share=0.9, **quality)
-    made = BlendCertificate(1, "test", engine.metadata.revision, profile, QualityBounds(), found, "0.1.0")
-    CertificateFolder(folder).save(made)
-
-
-@pytest.fixture
-def options(tmp_path):
-    return {"enable_blending": True, "blend_certificates": str(tmp_path), "blend_min_tokens": 40, "blend_recompute_ratio": 0.25}
-
-
-def test_one_call_blends(model, options, tmp_path):
-    first, second, question = document(30, 1), document(22, 2), text(5, 3)
-    prompt = torch.cat([second, first, question])
-    with cached(model, **options) as (engine, _):
-        certify(model, tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            assert blending_model.reason_against_blending is None
-            assert not blending_model.generate(prompt, 1).is_blended, "nothing is cached yet"
-            for one in (first, second):
-                blending_model.keep_document(one)
-            assert not blending_model.generate(prompt, 3).is_blended, "the prompt itself is cached, which is exact"
-            other = torch.cat([first, second, question])
-            answer = blending_model.generate(other, 4)
-            assert answer.is_blended
-            assert answer.num_reused_tokens == len(first) + len(second)
-            assert len(answer.tokens) == 4
-            assert engine.lookup(other) == len(first), "the first document alone: what was blended is not stored"
-            assert not blending_model.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
-
-
-def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
-    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
-    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
-        certify(model, tmp_path, engine)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
-            for one in (document(30, 1), document(22, 2)):
-                blending_model.keep_document(one)
-            answer = blending_model.generate(prompt, 8)
-            assert answer.is_blended
-            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
-
-
-@pytest.mark.parametrize("figures", [None, {"kl_nats": 0.2}], ids=["none", "failed"])
-def test_without_a_certificate_prompts_are_computed_and_it_is_said(model, options, tmp_path, figures, caplog):
-    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
-    with cached(model, **options) as (engine, _):
-        if figures is not None:
-            certify(model, tmp_path, engine, **figures)
-        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
-            assert "certificate" in plain.reason_against_blending
-            assert plain.reason_against_blending in caplog.text
-            plain.keep_document(document(30, 1))
-            answer = plain.generate(prompt, 8)
-            assert not answer.is_blended
-            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
-
-
-def test_blending_needs_a_separator(model, options):
-    with cached(model, **options) as (engine, _), pytest.raises(ConfigError, match="separator"):
-        CachedCausalLM(model, engine)
 
 
 def test_quality_of_full_recompute_is_perfect_and_of_none_is_not(model):

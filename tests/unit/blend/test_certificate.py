@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
-from lmcache_core.errors import ConfigError
 
 PROFILE = BlendProfile("deviation", 0.15, (5, 6))
 GOOD = Quality(20, 400, 0.01, 0.99, 0.001, 0.002, 0.9)
@@ -74,15 +77,103 @@ def test_a_certificate_under_anothers_name_counts_for_nobody(folder):
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff", b" " * 100_000])
-def test_damaged_ones_are_refused(folder, data):
+def test_damaged_ones_count_as_none_and_it_is_said(folder, data):
     path = folder.save(certificate())
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=path.name):
-        reason(folder)
+    assert path.name in reason(folder)
+    assert "remove it" in reason(folder) or "no certificate" in reason(folder)
+    folder.save(certificate())
+    assert reason(folder) is None
 
 
 def test_unknown_fields_are_refused(folder):
     path = folder.save(certificate())
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trusted": True}))
-    with pytest.raises(ConfigError, match="trusted"):
-        reason(folder)
+    assert "trusted" in reason(folder)
+
+
+def test_another_format_is_refused(folder):
+    path = folder.save(certificate())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    assert "make it again" in reason(folder)
+
+
+def test_one_that_cannot_be_opened_counts_as_none(folder, tmp_path):
+    path = folder.save(certificate())
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read" in reason(folder)
+    (tmp_path / "file").write_text("")
+    assert "cannot be read" in reason(CertificateFolder(tmp_path / "file"))
+
+
+def test_it_is_said_what_does_not_fit(folder):
+    folder.save(certificate())
+    assert "other weights, another dtype or other options" in reason(folder, identity="weights-2")
+    assert "only for deviation, 15 % computed anew, separator 5 6;" in reason(folder, profile=BlendProfile("deviation", 0.15, (5,)))
+    assert "only" not in reason(folder, model="another")
+    assert "only" not in reason(folder, identity="weights-2", profile=BlendProfile("none", 0.0, (5,)))
+    folder.path_of("a/model", "weights-3", PROFILE).write_bytes(b"{")
+    assert "other weights" in reason(folder, identity="weights-2"), "a damaged one says nothing"
+
+
+def test_a_whole_number_is_the_same_ratio(folder):
+    folder.save(certificate(profile=BlendProfile("deviation", 1.0, (5, 6))))
+    assert reason(folder, profile=BlendProfile("deviation", 1, (5, 6))) is None
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+import msgspec
+from lmcache_core.blend.certificate import BlendCertificate, CertificateFolder
+made = msgspec.json.decode(sys.argv[2], type=BlendCertificate)
+while True:
+    CertificateFolder(Path(sys.argv[1])).save(made)
+    print(flush=True)
+"""
+
+
+def test_writers_that_are_killed_leave_it_whole(folder):
+    path = folder.save(certificate())
+    arguments = [sys.executable, "-c", SAVE_FOR_EVER, str(path.parent), msgspec.json.encode(certificate()).decode()]
+    for _ in range(3):
+        writers = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
+        try:
+            for writer in writers:
+                assert writer.stdout is not None
+                assert writer.stdout.read(20) == b"\n" * 20, "many times, while the other saves too"
+                assert reason(folder) is None
+        finally:
+            for writer in writers:
+                writer.kill()
+                writer.wait(10)
+                assert writer.stdout is not None
+                writer.stdout.close()
+        assert reason(folder) is None
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(folder):
+    path = folder.save(certificate())
+    old, new = path.with_suffix(".1.part"), path.with_suffix(".2.part")
+    for part in (old, new):
+        part.write_bytes(b"{")
+    os.utime(old, (0, 0))
+    folder.save(certificate())
+    assert sorted(path.parent.iterdir()) == sorted([path, new])
+
+
+def test_two_containers_have_one_process_id(folder, monkeypatch):
+    """Each writes to a file of its own, though both are process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    parts = set()
+    replace = Path.replace
+
+    def noted(part, target):
+        parts.add(part.name)
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    folder.save(certificate())
+    folder.save(certificate())
+    assert len(parts) == 2

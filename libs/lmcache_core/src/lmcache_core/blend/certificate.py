@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import time
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +16,10 @@ from lmcache_core.errors import ConfigError
 
 FORMAT_VERSION: Final = 1
 MAX_CERTIFICATE_BYTES: Final = 1 << 16
+MAX_CERTIFICATES_COMPARED: Final = 1000
+"""Of a folder, to say why none fits."""
+ABANDONED_AFTER_S: Final = 3600.0
+"""Age of a half-written file whose writer was killed."""
 
 
 class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +36,8 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     separator: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.policy}, {self.recompute_ratio:.0%} computed anew"
+        ids = " ".join(map(str, self.separator))
+        return f"{self.policy}, {100 * self.recompute_ratio:g} % computed anew, separator {ids}"
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,20 +127,22 @@ class CertificateFolder:
 
     def path_of(self, model_name: str, identity: str, profile: BlendProfile) -> Path:
         """Where the certificate of a model and profile lies, if there is one."""
-        named = msgspec.json.encode((FORMAT_VERSION, model_name, identity, profile))
+        ratio = float(profile.recompute_ratio)  # 1 and 1.0 are one ratio, and not one text
+        named = msgspec.json.encode((FORMAT_VERSION, model_name, identity, msgspec.structs.replace(profile, recompute_ratio=ratio)))
         return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
 
     def save(self, certificate: BlendCertificate) -> Path:
-        """Keep a certificate in the place of an older one; whole or not at all.
+        """Keep a certificate in the place of an older one; whole or not at all, whoever else saves.
 
         Returns:
             Where it lies.
         """
         path = self.path_of(certificate.model_name, certificate.identity, certificate.profile)
         self._folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
+        self._remove_abandoned()
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
-            with part.open("wb") as file:
+            with part.open("xb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -142,20 +152,44 @@ class CertificateFolder:
         return path
 
     def reason_against(self, model_name: str, identity: str, profile: BlendProfile) -> str | None:
-        """Why that model may not be blended so; None if it may.
-
-        Raises:
-            ConfigError: There is a certificate, and it cannot be read.
-        """
+        """Why that model may not be blended so; None if it may. A certificate that cannot be read is a reason, too."""
         path = self.path_of(model_name, identity, profile)
-        found = _read(path)
+        try:
+            found = _read(path)
+        except ConfigError as exc:
+            return str(exc)
         if found is None:
-            return f"{model_name} has no certificate for blending ({profile}) in {self._folder}; make one with `lmcachectl certify blend`"
-        if (found.model_name, found.identity, found.profile) != (model_name, identity, profile):
+            near = self._nearest(model_name, identity, profile)
+            missing = f"{model_name} has no certificate for blending ({profile}) in {self._folder}{near}"
+            return f"{missing}; make one with `lmcachectl certify blend`"
+        if (found.format_version, found.model_name, found.identity, found.profile) != (FORMAT_VERSION, model_name, identity, profile):
             return f"the certificate {path} is of another model or profile; make it again with `lmcachectl certify blend`"
         if found.reasons:
             return f"{model_name} failed its certificate for blending ({profile}): {'; '.join(found.reasons)}"
         return None
+
+    def _nearest(self, model_name: str, identity: str, profile: BlendProfile) -> str:
+        """In what one of the same model differs, where there is any."""
+        found = []
+        for path in itertools.islice(self._folder.glob("blend-*.json"), MAX_CERTIFICATES_COMPARED):
+            try:
+                other = _read(path)
+            except ConfigError:
+                continue  # of that one nothing can be said
+            if other is not None and other.model_name == model_name:
+                found.append(other)
+        if any(other.profile == profile for other in found):
+            return ", only one of other weights, another dtype or other options of that model"
+        profiles = sorted({str(other.profile) for other in found if other.identity == identity})
+        return f", only for {'; '.join(profiles)}" if profiles else ""
+
+    def _remove_abandoned(self) -> None:
+        for part in self._folder.glob("blend-*.part"):
+            try:
+                if time.time() - part.stat().st_mtime > ABANDONED_AFTER_S:
+                    part.unlink()
+            except FileNotFoundError:
+                continue  # its writer is done
 
 
 def _read(path: Path) -> BlendCertificate | None:

@@ -185,7 +185,7 @@ class PromptBlender:
         separator: Token ids that end each document, `[num_tokens]`.
 
     Raises:
-        ConfigError: The separator is missing, or a certificate cannot be read.
+        ConfigError: The separator is missing.
     """
 
     def __init__(self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None) -> None:
@@ -197,18 +197,35 @@ class PromptBlender:
         self._engine = engine
         self._separator = separator.cpu().to(torch.int64)
         self._profile = BlendProfile(config.blend_policy, config.blend_recompute_ratio, tuple(self._separator.tolist()))
-        self._retriever = SPTBlendRetriever(self._separator, engine, metadata, model.device)
+        self._retriever: SPTBlendRetriever | None = None
         self._blended: BlendingModel | None = None
         self.reason_against = self._reason_against(model)
         """Why this model is not blended; None if it is."""
         if self.reason_against is None:
+            self._retriever = SPTBlendRetriever(self._separator, engine, metadata, model.device)
             self._blended = blending_model_of(model, self._retriever, self._profile)
         else:
             _LOG.warning("prompts are computed without blending: %s", self.reason_against)
 
     def close(self) -> None:
         """End the retriever's threads. Idempotent."""
-        self._retriever.close()
+        if self._retriever is not None:
+            self._retriever.close()
+
+    def check_document(self, document: torch.Tensor) -> None:
+        """Check that a document would be found in a prompt.
+
+        Args:
+            document: Token ids, `[num_tokens]`, at least one.
+
+        Raises:
+            ValueError: It does not end with the separator, or has it before its end too.
+        """
+        segments, width = split_behind(document.cpu().to(torch.int64), self._separator), len(self._separator)
+        if len(segments[-1]) < width or not torch.equal(segments[-1][-width:], self._separator):
+            raise ValueError(f"a document must end with the separator, {self._separator.tolist()}; it would be found in no prompt")
+        if len(segments) > 1:
+            raise ValueError(f"a document has the separator {len(segments)} times; keep each part of it as a document of its own")
 
     def prefill(self, input_ids: torch.Tensor) -> BlendedPrefill | None:
         """Compute a prompt's KV with what is cached of its documents.

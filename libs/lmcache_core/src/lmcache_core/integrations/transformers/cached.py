@@ -45,7 +45,7 @@ class CachedCausalLM:
         separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with `enable_blending`.
 
     Raises:
-        ConfigError: The engine is to blend, and there is no separator, or a certificate cannot be read.
+        ConfigError: The engine is to blend, and there is no separator.
     """
 
     def __init__(self, model: PreTrainedModel, engine: LMCacheEngine | None, separator: torch.Tensor | None = None) -> None:
@@ -65,15 +65,19 @@ class CachedCausalLM:
         return "enable_blending is off" if self._blender is None else self._blender.reason_against
 
     def keep_document(self, document: torch.Tensor) -> None:
-        """Store the KV of a document for prompts that have it anywhere.
+        """Store the KV of a document for prompts that have it anywhere. It is computed by itself, or known; never blended.
 
         Args:
             document: Token ids with the separator at the end, `[num_tokens]`.
 
         Raises:
-            ValueError: It is empty or not one-dimensional.
+            ValueError: It is empty or not one-dimensional; or the engine is to blend, and it does not end with the separator, or has it
+                before its end too.
         """
-        self.generate(document, 1)
+        _check_prompt(document)
+        if self._blender is not None:
+            self._blender.check_document(document)
+        self._generate_exact(document, time.perf_counter(), 1, None)
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Generation:
         """Greedy generation; the prompt's KV is reused where cached and stored where not.
@@ -88,12 +92,14 @@ class CachedCausalLM:
         Raises:
             ValueError: The prompt is empty or not one-dimensional.
         """
-        if input_ids.ndim != 1 or len(input_ids) == 0:
-            raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
+        _check_prompt(input_ids)
         begin = time.perf_counter()
         blended = self._blender.prefill(input_ids) if self._blender is not None else None
         if blended is not None:
             return self._generate_blended(input_ids, blended, begin, max_new_tokens, eos_token_id)
+        return self._generate_exact(input_ids, begin, max_new_tokens, eos_token_id)
+
+    def _generate_exact(self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, eos_token_id: int | None) -> Generation:
         with torch.inference_mode():
             cache, num_reused = self.load(input_ids)
             loaded = time.perf_counter()
@@ -180,6 +186,11 @@ class CachedCausalLM:
         shape = (num_tokens, num_kv_heads_of(self._model), head_size_of(self._model))
         options: dict[str, Any] = {"dtype": self._model.dtype, "device": self._model.device}
         return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(num_layers_of(self._model)))
+
+
+def _check_prompt(input_ids: torch.Tensor) -> None:
+    if input_ids.ndim != 1 or len(input_ids) == 0:
+        raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
 
 
 def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

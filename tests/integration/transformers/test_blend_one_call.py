@@ -1,0 +1,202 @@
+"""One call blends, if the engine's options and a certificate allow it; else it computes, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from lmcache_core.blend.certificate import BlendCertificate, BlendProfile, CertificateFolder, Quality, QualityBounds
+from lmcache_core.engine import LMCacheEngine
+from lmcache_core.errors import ConfigError
+from lmcache_core.integrations.transformers import CachedCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+
+from tests.fixtures.blend_model import CHUNK, SEPARATOR, VOCAB, cached, document, small_llama, text
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_llama()
+
+
+def certify(folder, engine, **figures):
+    quality = {"kl_nats": 0.0, "top1_agreement": 1.0, "delta_loss_nats": 0.0} | figures
+    profile = BlendProfile(engine.config.blend_policy, engine.config.blend_recompute_ratio, tuple(SEPARATOR.tolist()))
+    found = Quality(num_prompts=2, num_tokens=20, delta_loss_error=0.0, reused_share=0.9, **quality)
+    made = BlendCertificate(1, "test", engine.metadata.revision, profile, QualityBounds(), found, "0.1.0")
+    CertificateFolder(folder).save(made)
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {"enable_blending": True, "blend_certificates": str(tmp_path), "blend_min_tokens": 40, "blend_recompute_ratio": 0.25}
+
+
+def test_one_call_blends(model, options, tmp_path):
+    first, second, question = document(30, 1), document(22, 2), text(5, 3)
+    prompt = torch.cat([second, first, question])
+    with cached(model, **options) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            assert blending_model.reason_against_blending is None
+            assert not blending_model.generate(prompt, 1).is_blended, "nothing is cached yet"
+            for one in (first, second):
+                blending_model.keep_document(one)
+            assert not blending_model.generate(prompt, 3).is_blended, "the prompt itself is cached, which is exact"
+            other = torch.cat([first, second, question])
+            answer = blending_model.generate(other, 4)
+            assert answer.is_blended
+            assert answer.num_reused_tokens == len(first) + len(second)
+            assert len(answer.tokens) == 4
+            assert engine.lookup(other) == len(first), "the first document alone: what was blended is not stored"
+            assert not blending_model.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
+
+
+def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
+    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
+    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            for one in (document(30, 1), document(22, 2)):
+                blending_model.keep_document(one)
+            answer = blending_model.generate(prompt, 8)
+            assert answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
+
+
+def damage(folder: Path, _: LMCacheEngine) -> None:
+    [path] = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def make_it_of_another_separator(folder: Path, engine: LMCacheEngine) -> None:
+    [path] = folder.iterdir()
+    made = msgspec.json.decode(path.read_bytes(), type=BlendCertificate)
+    path.unlink()
+    CertificateFolder(folder).save(msgspec.structs.replace(made, profile=msgspec.structs.replace(made.profile, separator=(1,))))
+
+
+def put_a_folder_in_its_place(folder: Path, _: LMCacheEngine) -> None:
+    [path] = folder.iterdir()
+    path.unlink()
+    path.mkdir()
+
+
+SPOILED = {
+    "none": lambda folder, _: shutil.rmtree(folder),
+    "failed": lambda folder, engine: certify(folder, engine, kl_nats=0.2),
+    "damaged": damage,
+    "another separator": make_it_of_another_separator,
+    "cannot be read": put_a_folder_in_its_place,
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_without_a_certificate_prompts_are_computed_and_it_is_said(model, options, tmp_path, spoiled, caplog):
+    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
+    with cached(model, **options) as (engine, _):
+        certify(tmp_path, engine)
+        SPOILED[spoiled](tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
+            assert "certificate" in plain.reason_against_blending
+            assert plain.reason_against_blending in caplog.text
+            plain.keep_document(document(30, 1))
+            answer = plain.generate(prompt, 8)
+            assert not answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
+
+
+@pytest.mark.parametrize(
+    "changed", [{"blend_policy": "first_of_chunk"}, {"blend_recompute_ratio": 0.26}, {"blend_certificates": None}], ids=str
+)
+def test_a_certificate_holds_for_nothing_else(model, options, tmp_path, changed):
+    with cached(model, **options) as (engine, _):
+        certify(tmp_path, engine)
+    with cached(model, **options | changed) as (engine, _), contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
+        assert "lmcachectl certify blend" in plain.reason_against_blending
+
+
+def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path):
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = GraniteForCausalLM(GraniteConfig(**small, vocab_size=VOCAB + 2, residual_multiplier=0.2)).eval()
+    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
+    with cached(model, **options) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain:
+            assert "test: GraniteForCausalLM is none of" in plain.reason_against_blending
+            plain.keep_document(document(30, 1))
+            answer = plain.generate(prompt, 4)
+            assert not answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 4).tokens
+
+
+def test_documents_are_stored_as_computed_by_themselves(model, options, tmp_path):
+    first, second = document(30, 1), document(50, 2)
+    with cached(model, **options) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            for bad, words in (
+                (text(30, 1), "must end with the separator"),
+                (torch.cat([first, text(3, 1)]), "must end with the separator"),
+                (SEPARATOR[:1], "must end with the separator"),
+                (torch.cat([first, second]), "has the separator 2 times"),
+                (torch.zeros(0, dtype=torch.int64), "at least one token"),
+            ):
+                with pytest.raises(ValueError, match=words):
+                    blending_model.keep_document(bad)
+                assert engine.lookup(bad) == 0, "nothing of it was written"
+            blending_model.keep_document(first)
+            blending_model.keep_document(second)
+            assert engine.lookup(first) == len(first)
+            assert engine.lookup(second) == len(second)
+
+
+def test_separators_stand_anywhere(model, options, tmp_path):
+    first, second, question = document(30, 1), document(22, 2), text(5, 3)
+    prompts = {
+        "at the end": torch.cat([second, first]),
+        "twice": torch.cat([second, SEPARATOR, first, SEPARATOR, question]),
+        "first of all": torch.cat([SEPARATOR, second, first, question]),
+        "part of one at the end": torch.cat([second, first, question, SEPARATOR[:1]]),
+    }
+    with cached(model, **options | {"blend_recompute_ratio": 1.0}) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            for one in (first, second):
+                blending_model.keep_document(one)
+            for name, prompt in prompts.items():
+                answer = blending_model.generate(prompt, 6)
+                assert answer.is_blended, name
+                assert answer.num_reused_tokens == len(first) + len(second), name
+                assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens, name
+            without = torch.cat([first[:-2], second[:-2], question])
+            answer = blending_model.generate(without, 6)
+            assert not answer.is_blended
+            assert answer.tokens == CachedCausalLM(model, None).generate(without, 6).tokens
+
+
+def test_documents_that_were_evicted_are_computed(model, options, tmp_path):
+    documents = [document(30 + 2 * i, i) for i in range(6)]
+    prompt = torch.cat([*reversed(documents), text(5, 9)])
+    one_chunk = 4 * 2 * CHUNK * 2 * 8 * 4  # layers, sides, tokens, heads, their size, bytes
+    with cached(model, **options | {"blend_recompute_ratio": 1.0}, capacity_bytes=16 * one_chunk) as (engine, _):
+        certify(tmp_path, engine)
+        with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
+            for one in documents:
+                blending_model.keep_document(one)
+            found = [engine.lookup(one) for one in documents]
+            answer = blending_model.generate(prompt, 6)
+            assert answer.is_blended
+            assert 0 < answer.num_reused_tokens < sum(map(len, documents))
+            assert answer.num_reused_tokens == sum(found)
+            assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 6).tokens
+
+
+def test_blending_needs_a_separator(model, options):
+    with cached(model, **options) as (engine, _), pytest.raises(ConfigError, match="separator"):
+        CachedCausalLM(model, engine)
