@@ -90,7 +90,7 @@ api-docs: $(VENV)/.tools
 chart-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.helm.tools.chart_docs
 
-# Not listed: the demo's language model, trained again (about an hour on two cores)
+# Not listed: the demo's language model, trained again (about an hour on two cores); MODEL_CARD.md says how the second is trained
 model: $(VENV)/.runtime
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
