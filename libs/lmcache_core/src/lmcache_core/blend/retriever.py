@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ from lmcache_core.engine import LMCacheEngine
 MAX_SEGMENTS_AT_ONCE = 8
 """Segments that are retrieved at the same time."""
 RETRIEVAL_TIMEOUT_S = 120.0
-"""Beyond every deadline of the tiers: whoever waits longer has met a defect."""
+"""For all segments of a batch together. Beyond every deadline of the tiers: whoever waits longer has met a defect."""
 _FORMATS = ("vllm", "huggingface")
 
 
@@ -51,6 +51,19 @@ class RetrievedSegment:
     is_loaded: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """What is retrieved as one.
+
+    Attributes:
+        tokens: Of the prompt, `[num_tokens]`.
+        chain: What is asked for: these tokens, and what fills up their last chunk where that is cached as a whole.
+    """
+
+    tokens: torch.Tensor
+    chain: torch.Tensor
+
+
 class SPTBlendRetrieverTask(BlendRetrieverTask):
     """The retrieval of the segments of a batch.
 
@@ -76,7 +89,8 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
         Raises:
             ValueError: There is no such layer.
-            TimeoutError: A segment did not come within `RETRIEVAL_TIMEOUT_S`.
+            TimeoutError: The segments did not come within `RETRIEVAL_TIMEOUT_S`.
+            Exception: What the engine raised for a segment; with `error_handling`, that segment is not found instead.
         """
         found = next((part.layers for part in self._parts if part.layers is not None), None)
         if found is None:
@@ -95,7 +109,10 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
     @cached_property
     def _parts(self) -> list[RetrievedSegment]:
-        return [task.result(RETRIEVAL_TIMEOUT_S) for task in self._tasks]
+        late = wait(self._tasks, RETRIEVAL_TIMEOUT_S).not_done
+        if late:
+            raise TimeoutError(f"{len(late)} of {len(self._tasks)} segments did not come within {RETRIEVAL_TIMEOUT_S:.0f} s")
+        return [task.result() for task in self._tasks]
 
     @cached_property
     def _valid_mask(self) -> torch.Tensor:
@@ -121,59 +138,73 @@ class SPTBlendRetriever(BlendRetriever):
         device: Where KV is wanted; by default where the input tokens are.
 
     Raises:
-        ValueError: The sequence is empty.
+        ValueError: The sequence is empty, or its elements are no token ids.
     """
 
     def __init__(
         self, spt: torch.Tensor, cache_engine: LMCacheEngine, metadata: LMCacheEngineMetadata, device: torch.device | None = None
     ) -> None:
-        if spt.ndim != 1 or len(spt) == 0:
-            raise ValueError(f"the special token sequence is of shape {tuple(spt.shape)}; expected at least one token id")
+        if spt.ndim != 1 or len(spt) == 0 or not _are_ids(spt):
+            raise ValueError(f"the special token sequence is {tuple(spt.shape)} of {spt.dtype}; expected at least one token id")
         self._spt = spt.cpu().to(torch.int64)
         self._engine = cache_engine
         self._metadata = metadata
         self._device = device
+        self._is_closed = False
         self._threads = Workers("lmcache-blend", MAX_SEGMENTS_AT_ONCE)
         self._threads.open()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads. Idempotent."""
+        """Wait for what is under way, and end the threads; what has not begun, or comes later, finds nothing. Idempotent."""
+        self._is_closed = True
         self._threads.close()
 
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> SPTBlendRetrieverTask:
-        """See `BlendRetriever.new_request`.
+        """See `BlendRetriever.new_request`. Of a prompt of several segments it asks the tiers how much is cached as a prefix.
 
         Raises:
-            ValueError: `query_start_loc` does not rise from 0 to the number of tokens.
+            ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from 0 to their number.
         """
-        starts = query_start_loc.tolist()
+        if input_tokens.ndim != 1 or not _are_ids(input_tokens):
+            raise ValueError(f"input_tokens is {tuple(input_tokens.shape)} of {input_tokens.dtype}; expected token ids, [num_tokens]")
+        starts = query_start_loc.tolist() if query_start_loc.ndim == 1 else []
         if not starts or starts[0] != 0 or starts[-1] != len(input_tokens) or starts != sorted(starts):
-            raise ValueError(f"query_start_loc is {starts}; it must rise from 0 to the number of tokens, {len(input_tokens)}")
+            raise ValueError(
+                f"query_start_loc is {query_start_loc.tolist()}; it must rise from 0 to the number of tokens, {len(input_tokens)}"
+            )
         tokens = input_tokens.cpu().to(torch.int64)
         segments = [segment for start, end in pairwise(starts) for segment in self._segments(tokens[start:end])]
         device = self._device or input_tokens.device
         tasks = [self._threads.submit(self._retrieve, segment, device) for segment in segments]
-        return SPTBlendRetrieverTask(segments, tasks, self._metadata.fmt)
+        return SPTBlendRetrieverTask([segment.tokens for segment in segments], tasks, self._metadata.fmt)
 
-    def _segments(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+    def _segments(self, tokens: torch.Tensor) -> list[_Segment]:
         """The parts of one request. Those that are cached as the prefix that they are here are one: nothing of it needs mending."""
-        segments = split_behind(tokens, self._spt)
-        if len(segments) < 2:
+        parts = split_behind(tokens, self._spt)
+        segments = [_Segment(part, part) for part in parts]
+        if len(parts) < 2 or self._is_closed:
             return segments
         num_exact = self._engine.lookup(tokens)
-        ends = list(accumulate(len(segment) for segment in segments))
+        ends = list(accumulate(len(part) for part in parts))
         num_joined = sum(end <= num_exact for end in ends)
-        return segments if num_joined < 2 else [tokens[: ends[num_joined - 1]], *segments[num_joined:]]
+        if num_joined < 2:
+            return segments
+        end, chunk_size = ends[num_joined - 1], self._engine.config.chunk_size
+        return [_Segment(tokens[:end], tokens[: min(num_exact, -(-end // chunk_size) * chunk_size)]), *segments[num_joined:]]
 
-    def _retrieve(self, segment: torch.Tensor, device: torch.device) -> RetrievedSegment:
-        num_tokens = len(segment)
-        if num_tokens < self._engine.config.chunk_size and not self._engine.config.save_unfull_chunk:
+    def _retrieve(self, segment: _Segment, device: torch.device) -> RetrievedSegment:
+        num_tokens, num_asked, config = len(segment.tokens), len(segment.chain), self._engine.config
+        if self._is_closed or (num_asked < config.chunk_size and not config.save_unfull_chunk):
             return RetrievedSegment(None, torch.zeros(num_tokens, dtype=torch.bool))
         num_layers, _, _, num_heads, head_size = self._metadata.kv_shape
         with torch.inference_mode():
             room = torch.empty(
-                (num_layers, 2, num_tokens, num_heads, head_size), dtype=getattr(torch, self._metadata.kv_dtype_name), device=device
+                (num_layers, 2, num_asked, num_heads, head_size), dtype=getattr(torch, self._metadata.kv_dtype_name), device=device
             )
-        layers = tuple((k, v) for k, v in room)
-        is_loaded = self._engine.retrieve(segment, kvcaches=layers)
+        is_loaded = self._engine.retrieve(segment.chain, kvcaches=tuple((k, v) for k, v in room))[:num_tokens]
+        layers = tuple((k[:num_tokens], v[:num_tokens]) for k, v in room)
         return RetrievedSegment(layers if is_loaded.any() else None, is_loaded)
+
+
+def _are_ids(tokens: torch.Tensor) -> bool:
+    return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
