@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tests.bench import (
     allocation,
+    blend_device,
     codec_device,
     codec_part,
     disk,
@@ -94,7 +95,8 @@ def sections(bench: Bench) -> Sequence[report.Section]:
         report.answers(bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))),
         report.allocations(bench.run("allocations", allocation.allocation_rows)),
     ]
-    gpu = [*bench.run("GPU", paged.gpu_figures), *bench.run("GPU, codec", codec_device.gpu_figures)]
+    measured = (("GPU", paged.gpu_figures), ("GPU, codec", codec_device.gpu_figures), ("GPU, blending", blend_device.gpu_figures))
+    gpu = [figure for name, figures in measured for figure in bench.run(name, figures)]
     return [*found, report.rates("GPU", gpu)] if gpu else found
 
 
