@@ -6,13 +6,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from lmcache_kernels.blend_select import blend_deviation_reference, blend_select_reference
 from lmcache_kernels.blend_select.kernel import launch_deviation, launch_select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_GUARDS = 40
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+"""No shrinking: interpreted, that takes minutes."""
 
 
 def chosen_by_kernel(deviation, is_valid, *numbers):
@@ -69,7 +71,7 @@ def batches(draw):
     return deviation.to(DEVICE), is_valid.to(DEVICE), starts, counts, draw(st.integers(0, 3))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, phases=PHASES)
 @given(batches())
 def test_choice(batch):
     assert torch.equal(chosen_by_kernel(*batch), blend_select_reference(*batch))
