@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +27,7 @@ from lmcache_demo.model import load_model
 
 MODEL = Path(demo_model.__file__).with_name("assets")
 SEPARATOR = "\n---\n"
+_COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 SMALL = ("--prompts", "3", "--documents", "2", "--document-tokens", "64", "--ending-tokens", "16")
 
 
@@ -81,6 +89,49 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code in (1, 2)
     assert words in " ".join(err.split())
     assert not (tmp_path / "folder").exists()
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> None:
+        pytest.fail("minutes were spent")
+
+    monkeypatch.setattr("lmcache_ctl.certify.blend.measure", measure)
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "--certificates", str(tmp_path / "file" / "folder"))
+    assert code == 1
+    assert "cannot keep the certificate" in err
+
+
+@pytest.mark.parametrize("place", ["tests/unit", "some/name", __file__])
+def test_a_place_without_a_model_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str) -> None:
+    code, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), "--model", place)
+    assert code == 1
+    assert ("it is no directory" if place != "tests/unit" else "cannot load a model") in " ".join(err.split())
+
+
+def test_who_interrupts_it_finds_nothing_half_written(tmp_path: Path) -> None:
+    """Ctrl-C, once the bar on a terminal shows that it measures."""
+    command = [sys.executable, "-m", "lmcache_ctl", "certify", "blend", "--model", str(MODEL), "--separator", SEPARATOR, *SMALL]
+    folder = tmp_path / "folder"
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen([*command, "--certificates", str(folder), "--prompts", "5000"], stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while b" 1/5000" not in _COLOUR.sub(b"", shown):
+            ready, _, _ = select.select([ours], [], [], 60)
+            assert ready, "nothing was shown"
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(ours)
+    assert b"Traceback" not in shown
+    assert not folder.exists()
 
 
 def test_a_short_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +70,7 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
     from lmcache_ctl.certify.progress import progress_of_prompts
     from lmcache_ctl.certify.tables import print_blend_certificate
 
+    _check_can_be_kept(wanted.certificates)
     with progress_of_prompts(cut.prompts) as progress:
         found = certify(wanted, cut, QualityBounds(bounds.max_kl, bounds.min_agreement, bounds.max_loss), progress)
     try:
@@ -78,3 +80,10 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
     show(found, output, lambda certificate: print_blend_certificate(certificate, path))
     if found.reasons:
         raise typer.Exit(1)
+
+
+def _check_can_be_kept(certificates: Path) -> None:
+    """Before minutes are spent on what cannot be written; nothing is made yet."""
+    there = next(path for path in (certificates.absolute(), *certificates.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise CtlError(f"cannot keep the certificate in {certificates}: {there} is no directory that may be written to")
