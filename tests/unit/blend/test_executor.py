@@ -85,10 +85,34 @@ def test_what_layers_get(batch, ratio, policy):
         assert selected.all() or policy == "first_of_chunk"
     later = batch.layer(made, check_layer + 1, rows)
     assert later.query_start_loc is None
+    assert later.local_indices.tolist() == list(range(len(rows)))
+    assert torch.equal(later.positions, batch.positions[rows])
+    assert torch.equal(later.q.movedim(dim, 0), batch.q[rows])
     assert torch.equal(later.v.movedim(dim, 0), torch.where(selected[:, None], batch.fresh_v, batch.v))
     # K is the same wherever it comes from, once it is at its new position: the retrieved and the fresh were made of the same values
     torch.testing.assert_close(later.k.movedim(dim, 0), batch.fresh_k, rtol=0, atol=1e-5)
     assert all(map(torch.equal, before, (batch.starts, batch.valid, batch.originals, batch.cached_k, batch.v)))
+
+
+def test_a_later_layer_has_the_fresh_keys_of_what_is_computed():
+    batch, made = Batch([5, 4], [True, True, False, True, True] + [True] * 4), executor(0.4)
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    fresh = torch.randn(len(rows), WIDTH)
+    k = batch.layer(made, 2, rows, fresh_k=fresh).k
+    assert torch.equal(k[rows], fresh)
+    reused = torch.ones(9, dtype=torch.bool).index_fill(0, rows, False)
+    torch.testing.assert_close(k[reused], batch.fresh_k[reused], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_may_be_of_numbers(dtype):
+    batch, made = Batch([5, 4], [True, True, False, True, True] + [True] * 4), executor(0.0)
+    batch.valid = batch.valid.to(dtype) * 3
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    assert rows.tolist() == [2, 4, 8]
+    torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
 
 
 def test_the_most_deviating_are_computed():
@@ -197,7 +221,7 @@ def test_a_batch_may_begin_at_the_check_layer():
     for _ in range(2):
         rows = batch.layer(made, 1).local_indices
         torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="-4"):
+    with pytest.raises(ValueError, match="positions holds -4; positions are counted from 0"):
         batch.layer(made, 1, positions=torch.tensor([0, 1, 2, -4, 0, 1]))
     with pytest.raises(ValueError, match="layer 2 does not follow"):
         batch.layer(executor(0.2), 2)
@@ -212,8 +236,13 @@ def test_a_batch_may_begin_at_the_check_layer():
         ({"positions": torch.arange(4)}, "6 tokens"),
         ({"query_start_loc": torch.tensor([0, 4])}, "6"),
         ({"query_start_loc": torch.tensor([0, 5, 4, 6])}, "rise"),
+        ({"query_start_loc": torch.tensor([1, 6])}, "rise from 0"),
+        ({"query_start_loc": torch.tensor([[0, 6]])}, "rise from 0"),
+        ({"valid_mask": torch.ones(6, 1, dtype=torch.bool)}, r"valid_mask is \(6, 1\)"),
         ({"fresh_q": torch.zeros(5, WIDTH)}, "fresh_q"),
-        ({"fresh_k": torch.zeros(6, WIDTH, dtype=torch.float16)}, "float16"),
+        ({"fresh_q": torch.zeros(6, WIDTH, 1)}, "fresh_q"),
+        ({"fresh_k": torch.zeros(6, WIDTH, dtype=torch.float16)}, "fresh_k is .*float16"),
+        ({"retrieved_k": torch.zeros(6, WIDTH, dtype=torch.float16)}, "retrieved_k is .*float16"),
         ({"fresh_v": torch.zeros(6, 3)}, "fresh_v"),
         ({"retrieved_k": None}, "retrieved_k is None"),
         ({"retrieved_v": torch.zeros(6, WIDTH + 1)}, "retrieved_v"),

@@ -80,6 +80,13 @@ def test_a_share_is_rounded_down_and_not_cheated(count, ratio, share):
     assert share_of(count, ratio) == share
 
 
+@pytest.mark.parametrize(("length", "ratio", "count"), [(10, 0.7, 7), (100, 0.07, 7), (10, 0.71, 8), (10, 0.0, 0), (10, 1.0, 10)])
+def test_of_a_chunk_a_share_is_rounded_up_and_not_exceeded(length, ratio, count):
+    batch = candidates([True] * (length + 1), [0, *range(length)], range(length + 1), [0, length + 1], [0.0] * (length + 1))
+    chosen = create_policy("first_of_chunk", ratio).choose(batch)[1:-1]
+    assert int(chosen.sum()) == min(count, length - 1)
+
+
 def test_only_deviation_looks_at_values_and_behind_the_first_layer():
     known = {name: create_policy(name, 0.5) for name in POLICY_NAMES}
     assert {name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()} == {

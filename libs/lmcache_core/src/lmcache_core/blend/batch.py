@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,10 +51,6 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens of all requests."""
         return len(self.valid_mask)
-
-    def requests(self) -> Iterator[tuple[int, int]]:
-        """First token and one behind the last of each request that has any."""
-        return ((start, end) for start, end in pairwise(self.starts) if start < end)
 
 
 @dataclass(frozen=True, eq=False)
