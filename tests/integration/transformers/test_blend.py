@@ -100,6 +100,29 @@ def test_documents_are_found_in_another_order_and_only_some_tokens_computed(mode
         assert deviations[3] < 1e-9
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_attention_in_blocks_is_attention_at_once(model, monkeypatch, num_rows):
+    prompts = [
+        torch.cat([document(22, 2), document(30, 1), text(5, 3)]),
+        text(9, 4),
+        torch.cat([document(30, 1), document(14, 5), text(2, 6)]),
+    ]
+    starts = torch.tensor([0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()])
+    with cached(model) as (engine, retriever):
+        for one in (document(22, 2), document(30, 1)):
+            store(model, engine, one)
+        monkeypatch.setattr("lmcache_core.integrations.transformers.blended.ROWS_OF_A_BLOCK", 1000)
+        at_once = blending(model, retriever, 0.4).prefill(torch.cat(prompts), starts)
+        monkeypatch.setattr("lmcache_core.integrations.transformers.blended.ROWS_OF_A_BLOCK", num_rows)
+        in_blocks = blending(model, retriever, 0.4).prefill(torch.cat(prompts), starts)
+        assert at_once.num_computed < len(torch.cat(prompts))
+        torch.testing.assert_close(in_blocks.logits, at_once.logits, rtol=1e-4, atol=1e-4)
+        for one, other in zip(in_blocks.caches, at_once.caches, strict=True):
+            for ours, theirs in zip(one.layers, other.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+
+
 def test_a_separator_may_overlap_itself():
     segments = split_behind(torch.tensor([1, 7, 7, 7, 7, 7, 2]), torch.tensor([7, 7]))
     assert [segment.tolist() for segment in segments] == [[1, 7, 7], [7, 7], [7, 2]]

@@ -22,6 +22,8 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers.architectures import reason_against_layers, reason_against_rotation, rope_parameters_of
 
 _LOG = logging.getLogger(__name__)
+ROWS_OF_A_BLOCK = 128
+"""Computed tokens whose attention is one call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,23 +87,25 @@ class BlendingModel:
         starts = query_start_loc.tolist()
         device = input_tokens.device
         positions = torch.cat([torch.arange(end - start, device=device) for start, end in pairwise(starts)])
-        keys, computed = positions, torch.arange(len(positions), device=device)
+        computed = torch.arange(len(positions), device=device)
         short = starts
         hidden = inner.embed_tokens(input_tokens)
+        turns, blocks = self._turns(hidden, positions), _blocks_of(positions, starts, starts, hidden.dtype)
         kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         num_retrieved = 0
         for layer_id, layer in enumerate(inner.layers):
             found = task.result(layer_id)
             num_retrieved = int(found.valid_mask.sum())
-            q, k, v = self._qkv(layer, hidden, positions)
+            q, k, v = self._qkv(layer, hidden, turns)
             out: BlendOutput = self._executor.blend(
                 layer_id, found.k, found.v, found.valid_mask, found.original_positions, q, k, v, positions, query_start_loc, 0
             )
             if out.query_start_loc is not None:
                 computed, short = out.local_indices, out.query_start_loc.tolist()
                 hidden, positions = hidden[computed], out.positions
+                turns, blocks = self._turns(hidden, positions), _blocks_of(positions, short, starts, hidden.dtype)
             kv.append((out.k, out.v))
-            hidden = self._finish(layer, hidden, out, positions, keys, short, starts)
+            hidden = self._finish(layer, hidden, out, blocks)
         kept = torch.arange(-logits_to_keep, 0, device=device)
         rows, wanted = (torch.tensor(ends[1:], device=device)[:, None] + kept for ends in (short, starts))
         if (rows < 0).any() or not torch.equal(computed[rows], wanted):
@@ -109,38 +113,39 @@ class BlendingModel:
         logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
 
-    def _qkv(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all layers, `[num_tokens, 1, head_size]`."""
+        cos, sin = self._model.model.rotary_emb(hidden[None], positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+    def _qkv(
+        self, layer: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         attention = layer.self_attn
         x = layer.input_layernorm(hidden)
         q, k, v = (side(x).view(len(x), -1, attention.head_dim) for side in (attention.q_proj, attention.k_proj, attention.v_proj))
         if hasattr(attention, "q_norm"):  # Qwen3
             q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = self._model.model.rotary_emb(x[None], positions[None])
-        q, k = (_rotated(side, cos[0, :, None], sin[0, :, None]) for side in (q, k))
+        q, k = (_rotated(side, *turns) for side in (q, k))
         return q.flatten(1), k.flatten(1), v.flatten(1)
 
-    def _finish(
-        self,
-        layer: Any,
-        hidden: torch.Tensor,
-        out: BlendOutput,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        short: list[int],
-        long: list[int],
-    ) -> torch.Tensor:
+    def _finish(self, layer: Any, hidden: torch.Tensor, out: BlendOutput, blocks: list[_Block]) -> torch.Tensor:
         attention = layer.self_attn
-        parts = []
-        for (a, b), (start, end) in zip(pairwise(short), pairwise(long), strict=True):
-            q, k, v = (
-                x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None] for x in (out.q[a:b], out.k[start:end], out.v[start:end])
-            )
-            if b - a == end - start:
-                part = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
-            else:
-                mask = keys[start:end][None] <= positions[a:b][:, None]
-                part = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scaling, enable_gqa=True)
-            parts.append(part[0].transpose(0, 1).flatten(1))
+        q, k, v = (x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None] for x in (out.q, out.k, out.v))
+        parts = [
+            F.scaled_dot_product_attention(
+                q[:, :, block.rows],
+                k[:, :, block.keys],
+                v[:, :, block.keys],
+                attn_mask=block.mask,
+                is_causal=block.mask is None,
+                scale=attention.scaling,
+                enable_gqa=True,
+            )[0]
+            .transpose(0, 1)
+            .flatten(1)
+            for block in blocks
+        ]
         hidden = hidden + attention.o_proj(torch.cat(parts))
         finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return finished
@@ -151,9 +156,47 @@ class BlendingModel:
             cache = DynamicCache(config=self._model.config)
             for i, (k, v) in enumerate(kv):
                 heads = (x[start:end].view(end - start, -1, self._model.model.layers[i].self_attn.head_dim) for x in (k, v))
-                cache.update(*(x.transpose(0, 1)[None].contiguous() for x in heads), i)
+                cache.update(*(x.transpose(0, 1)[None] for x in heads), i)  # which copies
             caches.append(cache)
         return caches
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Rows of one request that are computed, and the keys that the last of them sees.
+
+    Attributes:
+        rows: Among the rows that are computed.
+        keys: Among all tokens.
+        mask: What is added to their products, `[num_rows, num_keys]`; None where all tokens of a request are computed.
+    """
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor | None
+
+
+def _blocks_of(positions: torch.Tensor, short: list[int], long: list[int], dtype: torch.dtype) -> list[_Block]:
+    """Cut what is computed, so that early rows do not pay for keys that they do not see.
+
+    Args:
+        positions: Of the rows that are computed, rising within each request, `[num_rows]`.
+        short: Where each request begins among these, and their number.
+        long: Where it begins among all tokens, and their number.
+        dtype: Of Q and K.
+    """
+    blocks, last = [], positions.tolist()
+    for (a, b), (start, end) in zip(pairwise(short), pairwise(long), strict=True):
+        if b - a == end - start:
+            blocks.append(_Block(slice(a, b), slice(start, end), None))
+            continue
+        for first in range(a, b, ROWS_OF_A_BLOCK):
+            rows = slice(first, min(first + ROWS_OF_A_BLOCK, b))
+            num_keys = last[rows.stop - 1] + 1
+            is_later = torch.arange(num_keys, device=positions.device)[None] > positions[rows, None]
+            mask = torch.zeros(is_later.shape, dtype=dtype, device=positions.device).masked_fill_(is_later, -torch.inf)
+            blocks.append(_Block(rows, slice(start, start + num_keys), mask))
+    return blocks
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
