@@ -36,10 +36,11 @@ def options(tmp_path):
     return {"enable_blending": True, "blend_certificates": str(tmp_path), "blend_min_tokens": 40, "blend_recompute_ratio": 0.25}
 
 
-def test_one_call_blends(model, options, tmp_path):
+@pytest.mark.parametrize("keeps_answers", [False, True])
+def test_one_call_blends(model, options, tmp_path, keeps_answers):
     first, second, question = document(30, 1), document(22, 2), text(5, 3)
     prompt = torch.cat([second, first, question])
-    with cached(model, **options) as (engine, _):
+    with cached(model, **options, save_decode_cache=keeps_answers) as (engine, _):
         certify(tmp_path, engine)
         with contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as blending_model:
             assert blending_model.reason_against_blending is None
@@ -52,7 +53,8 @@ def test_one_call_blends(model, options, tmp_path):
             assert answer.is_blended
             assert answer.num_reused_tokens == len(first) + len(second)
             assert len(answer.tokens) == 4
-            assert engine.lookup(other) == len(first), "the first document alone: what was blended is not stored"
+            everything = torch.cat([other, torch.tensor(answer.tokens)])
+            assert engine.lookup(everything) == len(first), "the first document alone: what was blended is not stored"
             assert not blending_model.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
 
 
