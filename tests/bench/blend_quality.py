@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding
 from lmcache_core.blend.selection import Candidates, MostDeviating, NoneAtAll, SelectionPolicy, create_policy
+from lmcache_core.integrations.transformers.architectures import rope_parameters_of
 from lmcache_core.integrations.transformers.blend_quality import DocumentRetriever
-from lmcache_core.integrations.transformers.blended import BlendingModel, rope_parameters_of
+from lmcache_core.integrations.transformers.blended import BlendingModel
 from transformers import PreTrainedModel
 
-from tests.bench.two_document_prompts import AnsweredPrompt
 from tests.bench.codec_quality import NORMAL_95, Change
+from tests.bench.two_document_prompts import AnsweredPrompt
 
 RATIOS = (0.05, 0.10, 0.15, 0.25, 0.50, 1.0)
 UNMOVED, NAIVE, BOTH_SIDES = "none, keys not rotated", "none", "deviation of K and V"

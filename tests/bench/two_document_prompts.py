@@ -29,8 +29,24 @@ class AnsweredPrompt:
     places: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What stands before the owners' document.
+
+    Attributes:
+        num_mark_documents: Documents of marks.
+        is_filled: Whether a document of plain text, which nothing needs, stands somewhere among them.
+    """
+
+    num_mark_documents: int
+    is_filled: bool
+
+
+TWO_DOCUMENTS, FIVE_DOCUMENTS = Shape(1, is_filled=False), Shape(3, is_filled=True)
+
+
 class PromptSource:
-    """Draws prompts: documents of marks and one of plain text in any order, then the owners', then questions.
+    """Draws prompts: the documents that a shape asks for, in any order, then the owners', then questions.
 
     Args:
         tokenizer: The model's.
@@ -42,14 +58,16 @@ class PromptSource:
         self._words = Vocabulary(tokenizer)
         self._stream = [token for text in texts for token in self._encode(text)]
 
-    def draw(self, count: int) -> Iterator[AnsweredPrompt]:
+    def draw(self, count: int, shape: Shape) -> Iterator[AnsweredPrompt]:
         """The same prompts at every call."""
         rng = np.random.default_rng(SEED)
         separator = self._encode(SEPARATOR)
         for _ in range(count):
-            prompt = draw_prompt(rng, self._words, NUM_OWNERS, NUM_THINGS)
-            place = int(rng.integers(len(self._stream) - FILLER_TOKENS))
-            first = [*map(self._encode, prompt.marks), self._stream[place : place + FILLER_TOKENS]]
+            prompt = draw_prompt(rng, self._words, NUM_OWNERS, NUM_THINGS, num_documents=shape.num_mark_documents)
+            first = list(map(self._encode, prompt.marks))
+            if shape.is_filled:
+                place = int(rng.integers(len(self._stream) - FILLER_TOKENS))
+                first.append(self._stream[place : place + FILLER_TOKENS])
             documents = [first[i] for i in rng.permutation(len(first))] + [self._encode("\n".join(prompt.owners))]
             ending: list[int] = []
             places = []

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lmcache_demo.blending import Way
 from lmcache_demo.cluster import Cluster
 from lmcache_demo.processes import DemoError, Processes
 from lmcache_demo.report import print_steps
@@ -39,18 +40,18 @@ def demo(
         directory = Path(scratch) if logs is None else logs
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            steps = _run(directory, Path(scratch), redis, console)
+            steps, blended = _run(directory, Path(scratch), redis, console)
         except KeyboardInterrupt:
             console.print("[yellow]interrupted; every process has been ended[/]")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except DemoError as exc:
             console.print(f"[red]the demo failed:[/] {escape(str(exc))}", highlight=False)
             raise typer.Exit(EXIT_FAULT) from None
-    if not print_steps(steps, console):
+    if not print_steps(steps, blended, console):
         raise typer.Exit(EXIT_FAULT)
 
 
-def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> list[Step]:
+def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> tuple[list[Step], list[Way]]:
     with Processes(directory, quiet_environment()) as processes, console.status("starting") as status:
         cluster = Cluster(processes, scratch, redis)
         status.update("starting lookup, broker and cache_storage")
@@ -61,7 +62,8 @@ def _run(directory: Path, scratch: Path, redis: bool, console: Console) -> list[
             console.print(f"[dim]·[/] {text}", highlight=False)
             status.update(text)
 
-        return list(Scenario(processes, cluster, scratch, say).steps())
+        scenario = Scenario(processes, cluster, scratch, say)
+        return list(scenario.steps()), scenario.blended
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

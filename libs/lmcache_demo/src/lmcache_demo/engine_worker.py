@@ -16,7 +16,8 @@ from lmcache_core.telemetry import (
     STORED_CHUNKS_TOTAL,
 )
 
-from lmcache_demo.engine_messages import Answer, Attach, Prompt
+from lmcache_demo.blending_worker import BlendingWorker
+from lmcache_demo.engine_messages import Answer, AskBlended, Attach, BlendedAnswers, KeepDocuments, Prompt
 from lmcache_demo.model import load_model
 
 INSTANCE = "demo"
@@ -31,6 +32,13 @@ class Worker:
         self._engine: LMCacheEngine | None = None
         self._cached = CachedCausalLM(self._model, None)
         self._cached.generate(torch.arange(1, 65), 2)  # the first forward pass of a process is slow
+        self._blending: BlendingWorker | None = None
+
+    def blend(self, message: KeepDocuments | AskBlended) -> int | BlendedAnswers:
+        """Keep the documents of blended prompts, or answer them."""
+        if self._blending is None:
+            self._blending = BlendingWorker()
+        return self._blending.keep(message) if isinstance(message, KeepDocuments) else self._blending.ask(message)
 
     def attach(self, socket: str | None) -> None:
         """Put the model behind a cache engine at that sidecar; None: behind none."""
@@ -75,14 +83,15 @@ def _total(moved: dict[tuple[str, str], int], counter: str) -> int:
 def main() -> None:
     """Serve prompts until standard input ends."""
     worker = Worker()
-    decoder = msgspec.json.Decoder(Attach | Prompt)
+    decoder = msgspec.json.Decoder(Attach | Prompt | KeepDocuments | AskBlended)
     for line in sys.stdin.buffer:
         message = decoder.decode(line)
         if isinstance(message, Attach):
             worker.attach(message.socket)
             sys.stdout.write("ready\n")
         else:
-            sys.stdout.write(msgspec.json.encode(worker.answer(message)).decode() + "\n")
+            answer = worker.answer(message) if isinstance(message, Prompt) else worker.blend(message)
+            sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
         sys.stdout.flush()
     LMCacheEngineBuilder.destroy(INSTANCE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lmcache_demo.engine_messages import Answer, Attach, Prompt
+from lmcache_demo.engine_messages import Answer, AskBlended, Attach, BlendedAnswers, KeepDocuments, Prompt
 from lmcache_demo.processes import DemoError, Process, Processes
 
 READY_TIMEOUT_S = 120.0
@@ -47,11 +47,29 @@ class Engine:
         self._tell(prompt)
         return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=Answer)
 
+    def keep_documents(self, message: KeepDocuments) -> int:
+        """Let it store the documents of the blended prompts; returns their tokens.
+
+        Raises:
+            DemoError: It ended, or did not answer in time.
+        """
+        self._tell(message)
+        return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=int)
+
+    def ask_blended(self, message: AskBlended) -> BlendedAnswers:
+        """Let it certify a way to blend, and answer.
+
+        Raises:
+            DemoError: It ended, or did not answer in time.
+        """
+        self._tell(message)
+        return msgspec.json.decode(self._line(ANSWER_TIMEOUT_S), type=BlendedAnswers)
+
     def end(self) -> None:
         """End the process."""
         self._process.end()
 
-    def _tell(self, message: Attach | Prompt) -> None:
+    def _tell(self, message: Attach | Prompt | KeepDocuments | AskBlended) -> None:
         stdin = self._process.process.stdin
         assert stdin is not None
         try:

@@ -7,16 +7,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lmcache_demo.blending import Way
 from lmcache_demo.scenario import MAX_NEW_TOKENS, Compression, Step
 
 MIB = 1 << 20
 MILLISECONDS = 1000
 
 
-def print_steps(steps: list[Step], console: Console) -> bool:
+def print_steps(steps: list[Step], blended: list[Way], console: Console) -> bool:
     """Print the tables and what they come to; False when a step is not as it should be."""
     console.print(_table(steps))
     faults = [f"{step.title}: {fault}" for step in steps for fault in step.faults]
+    faults += [fault for way in blended for fault in way.faults]
     for fault in faults:
         console.print(f"[red]NOT AS SAID[/] {escape(fault)}", highlight=False)
     if faults:
@@ -28,6 +30,10 @@ def print_steps(steps: list[Step], console: Console) -> bool:
         if step.first_difference is not None:
             for who, answer in ((step.title, step.answer), ("without a cache", step.reference)):
                 console.print(f"[dim]{escape(who)} said:[/] {escape(repr(answer.text))}", highlight=False)
+    console.print(_blended_table(blended))
+    for way in blended:
+        if way.answers.reason_against is not None:
+            console.print(f"[dim]{escape(way.policy)}:[/] {escape(way.answers.reason_against)}", highlight=False)
     console.print(_verdict(steps), highlight=False)
     return True
 
@@ -70,6 +76,28 @@ def _compression_cells(compression: Compression, bits: int) -> list[str]:
     errors = [f"{error:.1%}" if error else "0" for error in (written.max_error, written.rms_error)]
     sizes = [f"{size / MIB:.1f}" for size in (written.raw_bytes, written.encoded_bytes)]
     return [*sizes, f"{compression.ratio:.2f}x", f"{bits / compression.ratio:.2f}", *errors]
+
+
+def _blended_table(blended: list[Way]) -> Table:
+    title = "Documents stored one by one, read in another order (a model that answers from two of them)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("anew", "KL, nats", "agree", "certificate", "prompts", "reused", "as in full", "right"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for way in blended:
+        answers = way.answers
+        table.add_row(
+            way.policy,
+            f"{way.recompute_ratio:.0%}",
+            f"{answers.kl_nats:.3f}",
+            f"{answers.top1_agreement:.0%}",
+            "passed" if answers.reason_against is None else "failed",
+            str(answers.num_prompt_tokens),
+            str(answers.num_reused_tokens),
+            f"{answers.num_equal} of {answers.num_answers}",
+            str(answers.num_right),
+        )
+    return table
 
 
 def _equality(step: Step) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmcache_demo.blending import Way, run_blended
 from lmcache_demo.cluster import DISK_TIER, REMOTE_TIER, Cluster, CodecFigures, Sidecar
 from lmcache_demo.document import prompts
 from lmcache_demo.engine_messages import Answer, Prompt
@@ -123,6 +124,8 @@ class Scenario:
         self._directory = directory
         self._say = say
         self._first, self._second = (Prompt(text, MAX_NEW_TOKENS) for text in prompts())
+        self.blended: list[Way] = []
+        """Filled by `steps`."""
 
     def steps(self) -> Iterator[Step]:
         """Run it; yields each step when it is done."""
@@ -187,6 +190,8 @@ class Scenario:
         answer = engine.ask(self._first)
         compression = Compression(False, written[DISK], cluster.codec_figures(reader, DISK))
         yield Step(f"F, {LOSSLESS_SERDE}", DISK, answer, plain_first, compression)
+
+        self.blended = run_blended(self._processes, cluster, self._directory, self._say)
 
         self._say("every service and sidecar is killed; engine F goes on without")
         reader.process.kill()

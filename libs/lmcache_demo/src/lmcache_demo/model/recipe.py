@@ -79,7 +79,7 @@ class Recipe:
 
 
 TWO_DOCUMENT_RECIPE: Final = Recipe(
-    num_steps=2_000,
+    num_steps=1_400,
     tokens_per_step=4_096,
     short_length=256,
     long_length=512,

@@ -86,7 +86,14 @@ class Vocabulary:
 
 
 def draw_prompt(
-    rng: np.random.Generator, words: Vocabulary, num_owners: int, num_things: int, *, noted_ratio: float = 0.0, pool: int | None = None
+    rng: np.random.Generator,
+    words: Vocabulary,
+    num_owners: int,
+    num_things: int,
+    *,
+    num_documents: int = 1,
+    noted_ratio: float = 0.0,
+    pool: int | None = None,
 ) -> TwoDocumentPrompt:
     """Makes one prompt.
 
@@ -95,6 +102,7 @@ def draw_prompt(
         words: What to choose from.
         num_owners: Lines of the owners' document, and questions; at most ``pool``.
         num_things: Lines of all documents of marks together; at most ``pool``.
+        num_documents: Documents of marks, at most ``num_things``.
         noted_ratio: Share of the owners' lines that give the mark as well.
         pool: How many words of each list are used; None is all.
     """
@@ -103,7 +111,6 @@ def draw_prompt(
     marks = [words.marks[i] for i in rng.choice(size, num_things, replace=False)]
     owners = [words.owners[i] for i in rng.choice(size, num_owners, replace=False)]
     owned = rng.integers(num_things, size=num_owners)
-    num_documents = int(rng.integers(1, min(MAX_MARK_DOCUMENTS, num_things) + 1))
     lines = [f" {thing} {mark}" for thing, mark in zip(things, marks, strict=True)]
     documents = tuple("\n".join(part) for part in np.array_split(np.array(lines, dtype=object), num_documents))
     noted = tuple(f" {marks[thing]}" if rng.random() < noted_ratio else "" for thing in owned)
@@ -185,7 +192,10 @@ class TwoDocumentSampler:
         num_owners = int(rng.integers(max(2, most // 3), most + 1))
         num_things = num_owners + int(rng.integers(num_owners + 1))
         pool = min(self._curriculum.num_words_at(step), len(self._words))
-        prompt = draw_prompt(rng, self._words, num_owners, min(num_things, pool), noted_ratio=NOTED_RATIO, pool=pool)
+        num_documents = int(rng.integers(1, min(MAX_MARK_DOCUMENTS, num_things) + 1))
+        prompt = draw_prompt(
+            rng, self._words, num_owners, min(num_things, pool), num_documents=num_documents, noted_ratio=NOTED_RATIO, pool=pool
+        )
         filling = int(rng.integers(len(prompt.marks) + 1)) if rng.random() < FILLED_RATIO else None
         for number, document in enumerate((*prompt.marks, None)):
             if number == filling:

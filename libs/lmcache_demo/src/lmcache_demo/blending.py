@@ -1,0 +1,72 @@
+"""The blended step of the demo: documents that were stored one by one are read in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_demo.cluster import Cluster
+from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
+from lmcache_demo.engines import Engine
+from lmcache_demo.processes import Processes
+
+POLICY, RECOMPUTE_RATIO = "deviation", 0.15
+MIN_REUSED_SHARE, MIN_EQUAL_SHARE = 0.8, 0.9
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to read the prompts, and what came of it.
+
+    Attributes:
+        policy: Which tokens were to be computed anew.
+        recompute_ratio: Share of them.
+        answers: What came of it.
+        is_good: Whether it has to pass its certificate; the other has to fail, so that prompts are computed in full.
+    """
+
+    policy: str
+    recompute_ratio: float
+    answers: BlendedAnswers
+    is_good: bool
+
+    @property
+    def faults(self) -> list[str]:
+        """What is not as said; empty when all is well."""
+        answers, found = self.answers, []
+        if (answers.reason_against is None) != self.is_good:
+            found.append("passed its certificate, and should not have" if not self.is_good else f"not blended: {answers.reason_against}")
+        if self.is_good and answers.num_reused_tokens < answers.num_prompt_tokens * MIN_REUSED_SHARE:
+            found.append(f"only {answers.num_reused_tokens} of {answers.num_prompt_tokens} tokens were reused")
+        least = answers.num_answers * (MIN_EQUAL_SHARE if self.is_good else 1)
+        if answers.num_equal < least:
+            found.append(f"{answers.num_equal} of {answers.num_answers} answers are those of full recompute")
+        return [f"blend, {self.policy}: {fault}" for fault in found]
+
+
+def run_blended(processes: Processes, cluster: Cluster, directory: Path, say: Callable[[str], None]) -> list[Way]:
+    """Run the step; its engine and sidecars are ended.
+
+    Args:
+        processes: Owner of the processes.
+        cluster: The services, running.
+        directory: For the certificates.
+        say: Told what happens now.
+    """
+    say("engine G stores documents through sidecar G, each on its own")
+    engine = Engine(processes, "engine-g")
+    keeper = cluster.start_sidecar("sidecar-g")
+    engine.keep_documents(KeepDocuments(str(keeper.socket)))
+    cluster.wait_until_settled(keeper)
+    say("engine G, now at a fresh sidecar H, reads them in another order: as they are, then blended")
+    reader = cluster.start_sidecar("sidecar-h")
+    folder = str(directory / "certificates")
+    ways = []
+    for policy, ratio in (("none", 0.0), (POLICY, RECOMPUTE_RATIO)):
+        answers = engine.ask_blended(AskBlended(str(reader.socket), folder, policy, ratio))
+        ways.append(Way(policy, ratio, answers, is_good=policy != "none"))
+    engine.end()
+    for sidecar in (keeper, reader):
+        sidecar.process.kill()
+    return ways
