@@ -131,6 +131,19 @@ def test_the_first_of_each_chunk_are_computed():
     assert out.local_indices.tolist() == [2, 3, 6, 7, 9, 10, 11], "but for a prefix, which is as it was"
 
 
+def test_what_a_policy_forgets_is_computed_all_the_same():
+    class Forgetful:
+        check_layer, needs_deviation = 0, False
+
+        def choose(self, candidates):
+            return candidates.original_positions < 0
+
+    batch, made = Batch([3, 0, 4], [True, False, True] + [True] * 4), CacheBlendImpl(0.0, Forgetful())
+    made.set_mover(EMBEDDING.mover)
+    out = batch.layer(made, 0)
+    assert (out.local_indices.tolist(), out.query_start_loc.tolist()) == ([1, 2, 6], [0, 2, 2, 3])
+
+
 def test_encoders_instead_of_a_mover():
     batch, made = Batch([6], [True] * 5 + [False]), CacheBlendImpl(0.0)
     made.set_positional_encoder(EMBEDDING.encode)

@@ -11,7 +11,7 @@ from lmcache_kernels.blend_select import blend_deviation
 from lmcache_core.blend.batch import Batch, Layer, Pair
 from lmcache_core.blend.indices import create_index, indices_to_mask, mask_to_indices
 from lmcache_core.blend.interfaces import BlendExecutor, BlendOutput
-from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy
+from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_policy, with_the_rest
 
 __all__ = ["CacheBlendImpl", "PositionalEncoder", "create_index", "indices_to_mask", "mask_to_indices"]
 
@@ -125,7 +125,8 @@ class CacheBlendImpl(BlendExecutor):
         if self.policy.needs_deviation:
             ours, theirs = (side.movedim(fresh.token_dim, 0).flatten(1).contiguous() for side in (fresh.v, retrieved[1]))
             deviation = blend_deviation(ours, theirs, is_valid)
-        is_selected = self.policy.choose(Candidates(batch.valid_mask, is_valid, originals, positions, batch.starts, deviation))
+        candidates = Candidates(batch.valid_mask, is_valid, originals, positions, batch.starts, deviation)
+        is_selected = with_the_rest(self.policy.choose(candidates), candidates)  # whatever a policy of somebody else forgot
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
         starts = counts[batch.query_start_loc.to(device).long()].to(batch.query_start_loc)

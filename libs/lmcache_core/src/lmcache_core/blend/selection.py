@@ -102,7 +102,7 @@ class FirstOfChunk:
         lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(0, chunk_of, valid.double())
         counts = torch.ceil(lengths * self.ratio - _SLACK)
         counts[chunk_of[heads[is_first[heads] & (candidates.positions[heads] == 0)]]] = 0
-        return _with_the_rest(valid & (originals < counts[chunk_of]), candidates)
+        return with_the_rest(valid & (originals < counts[chunk_of]), candidates)
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class NoneAtAll:
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """See `SelectionPolicy.choose`."""
-        return _with_the_rest(torch.zeros_like(candidates.is_valid), candidates)
+        return with_the_rest(torch.zeros_like(candidates.is_valid), candidates)
 
 
-def _with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """And what is computed in any case."""
-    chosen |= ~candidates.is_valid
+def with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+    """Booleans `[num_tokens]`, new: what was chosen, and what is computed in any case."""
+    chosen = chosen | ~candidates.is_valid
     for start, end in pairwise(candidates.starts):
         chosen[max(start, end - RECOMPUTED_TAIL_TOKENS) : end] = True
     return chosen
