@@ -190,7 +190,7 @@ class SPTBlendRetriever(BlendRetriever):
         if num_joined < 2:
             return segments
         end, chunk_size = ends[num_joined - 1], self._engine.config.chunk_size
-        return [_Segment(tokens[:end], tokens[: min(num_exact, -(-end // chunk_size) * chunk_size)]), *segments[num_joined:]]
+        return [_Segment(tokens[:end], tokens[: -(-end // chunk_size) * chunk_size]), *segments[num_joined:]]
 
     def _retrieve(self, segment: _Segment, device: torch.device) -> RetrievedSegment:
         num_tokens, num_asked, config = len(segment.tokens), len(segment.chain), self._engine.config
