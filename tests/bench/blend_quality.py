@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding
 from lmcache_core.blend.selection import Candidates, MostDeviating, NoneAtAll, SelectionPolicy, create_policy
 from lmcache_core.integrations.transformers.architectures import rope_parameters_of
-from lmcache_core.integrations.transformers.blend_quality import DocumentRetriever
+from lmcache_core.integrations.transformers.blend_quality import DocumentRetriever, SplitPrompt
 from lmcache_core.integrations.transformers.blended import BlendingModel
 from transformers import PreTrainedModel
 
 from tests.bench.codec_quality import NORMAL_95, Change
-from tests.bench.two_document_prompts import AnsweredPrompt
 
 RATIOS = (0.05, 0.10, 0.15, 0.25, 0.50, 1.0)
 UNMOVED, NAIVE, BOTH_SIDES = "none, keys not rotated", "none", "deviation of K and V"
@@ -83,9 +82,9 @@ class BothSides:
         self.check_layer = self._chosen_by.check_layer
         self.needs_deviation = False
 
-    def look_at(self, prompt: AnsweredPrompt, retriever: DocumentRetriever, rotary: RotaryEmbedding) -> None:
+    def look_at(self, prompt: SplitPrompt, retriever: DocumentRetriever, rotary: RotaryEmbedding) -> None:
         """Take the prompt that is read next."""
-        tokens = prompt.split.tokens()
+        tokens = prompt.tokens()
         layer = self._model(input_ids=tokens[None], use_cache=True, logits_to_keep=1).past_key_values.layers[self.check_layer]
         found = retriever.result(self.check_layer)
         k, v = (side[0].transpose(0, 1).flatten(1) for side in (layer.keys, layer.values))
@@ -106,7 +105,7 @@ class QualityBench:
         prompts: At least two.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[AnsweredPrompt]) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[SplitPrompt]) -> None:
         self._model = model
         self._prompts = prompts
         self._retriever = DocumentRetriever(model)
@@ -137,24 +136,25 @@ class QualityBench:
         for number, prompt in enumerate(self._prompts, 1):
             self._read(prompt, full, found)
             progress(number)
-        num_answers = sum(len(prompt.places) for prompt in self._prompts)
-        num_tokens = sum(len(prompt.split.tokens()) for prompt in self._prompts)
+        num_answers = sum(len(prompt.judged_places()) for prompt in self._prompts)
+        num_tokens = sum(len(prompt.tokens()) for prompt in self._prompts)
         naive = found[Arm(NAIVE, 0.0)]
         rows = {arm: _quality(arm, reading, full, naive, num_answers, num_tokens) for arm, reading in found.items()}
         return _quality(Arm("full recompute", 1.0), full, full, naive, num_answers, num_tokens), rows
 
     @torch.inference_mode()
-    def _read(self, prompt: AnsweredPrompt, full: _Reading, found: Mapping[Arm, _Reading]) -> None:
-        tokens, ending = prompt.split.tokens(), prompt.split.ending
-        kept, answers = len(ending), ending[prompt.places]
+    def _read(self, prompt: SplitPrompt, full: _Reading, found: Mapping[Arm, _Reading]) -> None:
+        tokens, ending = prompt.tokens(), prompt.ending
+        kept, places = len(ending), prompt.judged_places()
+        answers = ending[places]
         logits = self._model(input_ids=tokens[None], use_cache=False, logits_to_keep=kept).logits[0]
-        expected = _note(full, logits[prompt.places - 1], answers, None, len(tokens))
-        self._retriever.compute(prompt.split)
+        expected = _note(full, logits[places - 1], answers, None, len(tokens))
+        self._retriever.compute(prompt)
         for both in self._both_sides:
             both.look_at(prompt, self._retriever, self._rotary)
         for arm, blending in self._arms.items():
             got = blending.prefill(tokens, torch.tensor([0, len(tokens)]), kept)
-            _note(found[arm], got.logits[0, prompt.places - 1], answers, expected, got.num_computed)
+            _note(found[arm], got.logits[0, places - 1], answers, expected, got.num_computed)
 
 
 def _note(reading: _Reading, logits: torch.Tensor, answers: torch.Tensor, expected: torch.Tensor | None, computed: int) -> torch.Tensor:

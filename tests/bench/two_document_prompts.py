@@ -8,25 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from lmcache_core.integrations.transformers.blend_quality import SplitPrompt
-from lmcache_demo.model.two_documents import SEPARATOR, Vocabulary, draw_prompt
+from lmcache_demo.model.two_documents import SEPARATOR, Vocabulary, draw_prompt, encode_questions
 from transformers import PreTrainedTokenizerFast
 
 NUM_OWNERS, NUM_THINGS, NUM_QUESTIONS = 10, 20, 4
 FILLER_TOKENS = 48
 SEED = 11_22
-
-
-@dataclass(frozen=True, eq=False)
-class AnsweredPrompt:
-    """One prompt with its answers.
-
-    Attributes:
-        split: Documents, and behind them the questions with their answers.
-        places: Where in the ending the answers stand, int64 `[num_questions]`; each is one token.
-    """
-
-    split: SplitPrompt
-    places: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -58,8 +45,8 @@ class PromptSource:
         self._words = Vocabulary(tokenizer)
         self._stream = [token for text in texts for token in self._encode(text)]
 
-    def draw(self, count: int, shape: Shape) -> Iterator[AnsweredPrompt]:
-        """The same prompts at every call."""
+    def draw(self, count: int, shape: Shape) -> Iterator[SplitPrompt]:
+        """The same prompts at every call; their answers are judged."""
         rng = np.random.default_rng(SEED)
         separator = self._encode(SEPARATOR)
         for _ in range(count):
@@ -69,14 +56,9 @@ class PromptSource:
                 place = int(rng.integers(len(self._stream) - FILLER_TOKENS))
                 first.append(self._stream[place : place + FILLER_TOKENS])
             documents = [first[i] for i in rng.permutation(len(first))] + [self._encode("\n".join(prompt.owners))]
-            ending: list[int] = []
-            places = []
-            for question, answer in prompt.questions[:NUM_QUESTIONS]:
-                ending += self._encode(question)
-                places.append(len(ending))
-                ending += self._encode(answer + "\n")
-            split = SplitPrompt([torch.tensor([*document, *separator]) for document in documents], torch.tensor(ending))
-            yield AnsweredPrompt(split, torch.tensor(places))
+            ending, places = encode_questions(self._tokenizer, prompt.questions[:NUM_QUESTIONS])
+            cached = [torch.tensor([*document, *separator]) for document in documents]
+            yield SplitPrompt(cached, torch.tensor(ending), torch.tensor(places))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))

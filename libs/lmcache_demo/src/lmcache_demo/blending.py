@@ -11,7 +11,8 @@ from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocumen
 from lmcache_demo.engines import Engine
 from lmcache_demo.processes import Processes
 
-POLICY, RECOMPUTE_RATIO = "deviation", 0.15
+POLICY, RECOMPUTE_RATIO = "deviation", 0.25
+# At the default of 15 % this small model does not keep to the bounds of a certificate; docs/benchmarks.md has the curve.
 MIN_REUSED_SHARE, MIN_EQUAL_SHARE = 0.8, 0.9
 
 

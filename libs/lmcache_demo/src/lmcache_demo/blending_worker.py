@@ -18,7 +18,7 @@ from lmcache_core.integrations.transformers.blended import blending_model_of
 
 from lmcache_demo.engine_messages import AskBlended, BlendedAnswers, KeepDocuments
 from lmcache_demo.model import load_two_document_model
-from lmcache_demo.model.two_documents import SEPARATOR, TwoDocumentPrompt, Vocabulary, draw_prompt
+from lmcache_demo.model.two_documents import SEPARATOR, TwoDocumentPrompt, Vocabulary, draw_prompt, encode_questions
 
 INSTANCE = "demo-blend"
 MODEL_NAME = "lmcache-demo-two-documents"
@@ -108,8 +108,8 @@ class BlendingWorker:
         return [torch.cat([self._encode(text), self._separator]) for text in texts]
 
     def _split(self, prompt: TwoDocumentPrompt) -> SplitPrompt:
-        ending = "\n".join(question + answer for question, answer in prompt.questions)
-        return SplitPrompt(self._documents(prompt), self._encode(ending))
+        ending, places = encode_questions(self._tokenizer, prompt.questions)
+        return SplitPrompt(self._documents(prompt), torch.tensor(ending), torch.tensor(places))
 
     def _encode(self, text: str) -> torch.Tensor:
         return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)

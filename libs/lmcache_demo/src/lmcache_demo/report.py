@@ -31,6 +31,9 @@ def print_steps(steps: list[Step], blended: list[Way], console: Console) -> bool
             for who, answer in ((step.title, step.answer), ("without a cache", step.reference)):
                 console.print(f"[dim]{escape(who)} said:[/] {escape(repr(answer.text))}", highlight=False)
     console.print(_blended_table(blended))
+    console.print(
+        "[dim]anew: share computed anew · KL, agree: of its certificate, nats and equal first choices · as in full, right: answers[/]"
+    )
     for way in blended:
         if way.answers.reason_against is not None:
             console.print(f"[dim]{escape(way.policy)}:[/] {escape(way.answers.reason_against)}", highlight=False)
@@ -79,10 +82,10 @@ def _compression_cells(compression: Compression, bits: int) -> list[str]:
 
 
 def _blended_table(blended: list[Way]) -> Table:
-    title = "Documents stored one by one, read in another order (a model that answers from two of them)"
+    title = "Documents stored one by one, read in another order"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for heading in ("anew", "KL, nats", "agree", "certificate", "prompts", "reused", "as in full", "right"):
+    for heading in ("anew", "KL", "agree", "gate", "prompts", "reused", "as in full", "right"):
         table.add_column(heading, justify="right", no_wrap=True)
     for way in blended:
         answers = way.answers

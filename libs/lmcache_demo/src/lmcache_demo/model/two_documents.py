@@ -124,6 +124,21 @@ def draw_prompt(
     )
 
 
+def encode_questions(tokenizer: "PreTrainedTokenizerFast", questions: Sequence[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """Questions with their answers, a line each.
+
+    Returns:
+        Token ids, and where among them the answers stand, which are one token each.
+    """
+    ids: list[int] = []
+    places = []
+    for question, answer in questions:
+        ids += tokenizer.encode(question, add_special_tokens=False)
+        places.append(len(ids))
+        ids += tokenizer.encode(answer + "\n", add_special_tokens=False)
+    return ids, places
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A part of a prompt: its text, its weight in the loss, and whether it is a document that may stand alone."""

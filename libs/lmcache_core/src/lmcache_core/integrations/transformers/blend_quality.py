@@ -21,14 +21,32 @@ class SplitPrompt:
     Attributes:
         documents: Token ids of each, with the separator at its end; at least one.
         ending: Token ids behind them, at least two: each is predicted from those before it.
+        judged: Places in the ending of the tokens whose prediction counts, from 1, such as those of an answer behind its
+            question, `[num_judged]`; None: all but the first.
     """
 
     documents: Sequence[torch.Tensor]
     ending: torch.Tensor
+    judged: torch.Tensor | None = None
 
     def tokens(self) -> torch.Tensor:
         """All of it, `[num_tokens]`."""
         return torch.cat([*self.documents, self.ending])
+
+    def judged_places(self) -> torch.Tensor:
+        """Where in the ending the tokens stand that are judged, `[num_judged]`.
+
+        Raises:
+            ValueError: There is no document, no such token, or nothing behind the documents that it could be predicted from.
+        """
+        count = len(self.ending)
+        if count < 2 or not self.documents:
+            raise ValueError(f"a prompt of {len(self.documents)} documents and {count} tokens behind them; at least 1 and 2 are needed")
+        if self.judged is None:
+            return torch.arange(1, count, device=self.ending.device)
+        if len(self.judged) == 0 or not bool(((self.judged >= 1) & (self.judged < count)).all()):
+            raise ValueError(f"judged tokens {self.judged.tolist()} of an ending of {count}; give one at least, all in 1 … {count - 1}")
+        return self.judged
 
 
 class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
@@ -73,7 +91,7 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
 
 @dataclass(frozen=True)
 class PromptQuality:
-    """One prompt: sums over the tokens of its ending but the first.
+    """One prompt: sums over the tokens of its ending that are judged.
 
     Attributes:
         num_tokens: How many.
@@ -103,18 +121,15 @@ def compare(model: PreTrainedModel, blended: BlendingModel, prompt: SplitPrompt)
         prompt: On the model's device.
 
     Raises:
-        ValueError: The ending has fewer than two tokens, or there is no document.
+        ValueError: See `SplitPrompt.judged_places`.
     """
-    if len(prompt.ending) < 2 or not prompt.documents:
-        raise ValueError(
-            f"a prompt of {len(prompt.documents)} documents and {len(prompt.ending)} tokens behind them; at least 1 and 2 are needed"
-        )
+    places = prompt.judged_places()
     tokens, num_kept = prompt.tokens(), len(prompt.ending)
     with torch.inference_mode():
-        full = model(input_ids=tokens[None], use_cache=False, logits_to_keep=num_kept).logits[0, :-1].float().log_softmax(-1)
+        full = model(input_ids=tokens[None], use_cache=False, logits_to_keep=num_kept).logits[0, places - 1].float().log_softmax(-1)
         got = blended.prefill(tokens, torch.tensor([0, len(tokens)]), num_kept)
-        ours = got.logits[0, :-1].float().log_softmax(-1)
-        targets = prompt.ending[1:]
+        ours = got.logits[0, places - 1].float().log_softmax(-1)
+        targets = prompt.ending[places]
         return PromptQuality(
             len(targets),
             float(F.kl_div(ours, full, reduction="sum", log_target=True)),
