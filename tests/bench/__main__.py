@@ -17,6 +17,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tests.bench import (
     allocation,
     blend_device,
+    blend_part,
+    blend_speed,
     codec_device,
     codec_part,
     disk,
@@ -38,6 +40,7 @@ from tests.bench.measure import ROUNDS, Figure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 PLOT = DOCUMENT.with_name("codec-break-even.svg")
+BLEND_PLOT = DOCUMENT.with_name("blend-quality.svg")
 DIGESTED_STORE = "one copy of every byte; the digest follows it in another thread"
 CHECKED_LOAD = "one copy of every byte, and the digest right behind it"
 COPY_NOTES = {"always": (DIGESTED_STORE, CHECKED_LOAD), "never": ("one copy of every byte", "one copy of every byte")}
@@ -166,9 +169,38 @@ def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
     report.rewrite(DOCUMENT, "storage-rest", with_rounds(machine), [section.as_markdown() for section in found])
 
 
+def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
+    """What blending costs answers."""
+    found = blend_part.measure(bench.run)
+    for section in found.sections:
+        section.show(console)
+    for line in found.remarks:
+        console.print(line)
+    BLEND_PLOT.write_text(found.plot, encoding="utf-8")
+    picture = f"![Share of the gap closed by share of tokens computed anew]({BLEND_PLOT.name})"
+    tables = [section.as_markdown() for section in found.sections]
+    report.rewrite(DOCUMENT, "blend-quality", f"Machine: {machine}.", [*tables, *found.remarks, picture])
+
+
+def measure_blend_time(bench: Bench, console: Console, machine: str) -> None:
+    """What blending saves."""
+    found = blend_speed.measure(bench.run)
+    for section in found.sections:
+        section.show(console)
+    console.print(found.remark)
+    tables = [section.as_markdown() for section in found.sections]
+    report.rewrite(DOCUMENT, "blend-time", f"Machine: {machine.replace('1 torch thread, ', '')}.", [*tables, found.remark])
+
+
 PARTS = {"tiers": measure_tiers, "codecs": measure_codecs, "lookup": measure_lookup}
-BY_NAME = {"lookup_rest": measure_lookup_rest, "storage_rest": measure_storage_rest, "vllm": measure_vllm}
-"""Parts that are measured only when they are asked for: they need more than `make bench` has installed."""
+BY_NAME = {
+    "blend_quality": measure_blend_quality,
+    "blend_time": measure_blend_time,
+    "lookup_rest": measure_lookup_rest,
+    "storage_rest": measure_storage_rest,
+    "vllm": measure_vllm,
+}
+"""Parts that are measured only when they are asked for: they take long, or need more than `make bench` has installed."""
 
 
 def main() -> None:
