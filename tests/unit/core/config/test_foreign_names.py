@@ -120,7 +120,13 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"enable_controller": True}, "enable_controller=True: .*lookup service and the broker"),
         ({"enable_pd": True}, "enable_pd=True: .*not in this release"),
         ({"pd_role": "sender", "enable_pd": True}, "pd_role='sender': it belongs to enable_pd"),
-        ({"enable_p2p": True, "p2p_host": "localhost"}, "p2p_host='localhost': it belongs to enable_p2p"),
+        ({"enable_p2p": True, "p2p_host": "localhost"}, "p2p_host='localhost': leave it out; peers are found by lookup_url and broker_url"),
+        ({"enable_blending": True, "blend_special_str": " # # "}, "blend_special_str=' # # ': leave it out; .*CachedCausalLM"),
+        ({"enable_blending": True, "blend_separator": "[SEP]"}, r"leave it out; .* token ids, CachedCausalLM\(model, engine, separator\)$"),
+        ({"enable_blending": True, "blend_recompute_ratios": [0.15]}, "leave it out; set blend_recompute_ratio, one number"),
+        ({"enable_blending": True, "blend_check_layers": 1}, "leave it out; .* follows from blend_policy: 1 for deviation"),
+        ({"enable_blending": True, "blend_thresholds": [0.1]}, "leave it out; a share of the tokens .*, not what is above a bound"),
+        ({"enable_blending": True, "blend_add_special_in_precomp": False}, "leave it out; documents are encoded by the caller"),
         (
             {"enable_p2p": True},
             "enable_p2p=True, lookup_url=None, broker_url=None, distributed_url=None: peers are found by lookup and broker",
@@ -163,6 +169,21 @@ def test_no_name_is_silently_taken_for_anything(tmp_path, name):
 
 def test_null_asks_for_nothing_under_any_name(tmp_path):
     assert from_json(tmp_path, **dict.fromkeys(set(FOREIGN_NAMES) - {"local_device", "max_local_cache_size"})) == defaults()
+
+
+def test_null_asks_for_nothing_beside_blending_too(tmp_path):
+    names = [name for name, known in FOREIGN_NAMES.items() if known.part_of == "enable_blending"]
+    assert len(names) == 6
+    assert from_json(tmp_path, enable_blending=True, **dict.fromkeys(names)) == defaults(enable_blending=True)
+
+
+def test_who_is_told_to_leave_out_a_switch_too_could_not_have_it(tmp_path):
+    """Else it could stay, and only the name beside it would have to go."""
+    for name, known in FOREIGN_NAMES.items():
+        if "leave both out" in known.instead:
+            assert known.part_of not in OPTIONS, name
+            with pytest.raises(ConfigError):
+                from_json(tmp_path, **{known.part_of: True})
 
 
 def test_no_name_is_also_ours():

@@ -118,20 +118,35 @@ def _either(*values: Any, because: str) -> ForeignName:
 
 
 def _part_of(switch: str, *names: str) -> dict[str, ForeignName]:
-    """Names that LMCache reads only where `switch` is set; any value goes where it is not."""
+    """Names that LMCache reads only where `switch` is set, which is refused by itself; any value goes where it is not."""
 
     def translate(_value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {} if named.get(switch) in (None, False, "", [], {}) else None
+        return {} if named.get(switch) in _NOTHING else None
 
     known = ForeignName(f"anything, while `{switch}` is off or unset", translate, f"it belongs to {switch}; leave both out", switch)
     return dict.fromkeys(names, known)
 
 
+def _beside(switch: str, *names: str, instead: str) -> dict[str, ForeignName]:
+    """Names that LMCache reads only where `switch` is set, which is an option here too, though these are not."""
+
+    def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {} if named.get(switch) in _NOTHING or value in (None, "", [], {}) else None
+
+    accepted = f"null, empty; anything, while `{switch}` is off or unset"
+    return dict.fromkeys(names, ForeignName(accepted, translate, f"leave it out; {instead}", switch))
+
+
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _NO_PD = "handing KV from a prefill pod to a decode pod directly is not in this release; share it through peers or the remote tier"
 _NO_CONTROLLER = "there is no controller; use the lookup service and the broker (the sidecar's lookup_url and broker_url)"
 _NO_OTHER_POLICY = "set eviction_policy to s3lru, s3fifo or lru"
 _NO_PLUGINS = "nothing is loaded by name from a configuration; leave it out"
 _NO_GDS = "there is no GPU-direct tier; use local_disk"
+_SEPARATOR_IS_AN_ARGUMENT = "give the separator as token ids, CachedCausalLM(model, engine, separator)"
+_NO_THRESHOLDS = "a share of the tokens is computed anew (blend_recompute_ratio), not what is above a bound"
+_POLICY_HAS_THE_LAYER = "the layer on which tokens are chosen follows from blend_policy: 1 for deviation, 0 for the others"
+_PEERS = "peers are found by lookup_url and broker_url, and chunks are served at distributed_url"
 _ALLOCATED_AT_ONCE = "memory is allocated at once, so that it cannot run short later; set max_local_cpu_size to what there is"
 
 FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
@@ -184,9 +199,14 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "enable_lazy_memory_allocator",
             *("lazy_memory_initial_ratio", "lazy_memory_expand_trigger_ratio", "lazy_memory_step_ratio", "lazy_memory_safe_size"),
         ),
-        **_part_of("enable_blending", "blend_separator", "blend_add_special_in_precomp", "blend_special_str", "blend_recompute_ratios"),
-        **_part_of("enable_blending", "blend_thresholds", "blend_check_layers"),
-        **_part_of("enable_p2p", "p2p_host", "p2p_init_ports", "p2p_lookup_ports", "peer_init_ports", "peer_lookup_ports"),
+        **_beside("enable_blending", "blend_separator", "blend_special_str", instead=_SEPARATOR_IS_AN_ARGUMENT),
+        **_beside(
+            "enable_blending", "blend_add_special_in_precomp", instead="documents are encoded by the caller, with what they begin with"
+        ),
+        **_beside("enable_blending", "blend_recompute_ratios", instead="set blend_recompute_ratio, one number for all layers"),
+        **_beside("enable_blending", "blend_thresholds", instead=_NO_THRESHOLDS),
+        **_beside("enable_blending", "blend_check_layers", instead=_POLICY_HAS_THE_LAYER),
+        **_beside("enable_p2p", "p2p_host", "p2p_init_ports", "p2p_lookup_ports", "peer_init_ports", "peer_lookup_ports", instead=_PEERS),
         "enable_controller": _only(False, instead=_NO_CONTROLLER),
         **_part_of("enable_controller", "lmcache_instance_id", "controller_url", "controller_pull_url", "controller_reply_url"),
         **_part_of("enable_controller", "lmcache_worker_port", "lmcache_worker_ports", "lmcache_worker_ids"),

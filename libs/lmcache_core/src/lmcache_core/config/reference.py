@@ -136,10 +136,10 @@ def _contradictions() -> Iterator[str]:
 
 
 def _foreign_names() -> Iterator[str]:
-    """One row for a name, one for all that belong to the same switch."""
+    """One row for a name, one for all that belong to the same switch and are left out for the same reason."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name, known in FOREIGN_NAMES.items():
-        rows.setdefault((known.part_of, known.part_of or name), []).append(name)
+        rows.setdefault((known.part_of, known.instead if known.part_of else name), []).append(name)
     for names in rows.values():
         known = FOREIGN_NAMES[names[0]]
         yield f"| {', '.join(f'`{name}`' for name in names)} | {_cell(known.accepted)} | {_cell(known.instead)} |"
