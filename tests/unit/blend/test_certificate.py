@@ -53,6 +53,8 @@ def test_who_passed_may_blend_and_nobody_else(folder):
         ("top1_agreement", 0.949, "94.9%"),
         ("delta_loss_nats", 0.017, "0.0210"),
         ("delta_loss_error", 0.01, "0.0210"),
+        ("reused_share", 0.0, "no KV was reused"),
+        ("reused_share", float("nan"), "no KV was reused"),
     ],
 )
 def test_who_failed_may_not(folder, figure, value, words):

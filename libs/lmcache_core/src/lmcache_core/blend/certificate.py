@@ -50,7 +50,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         top1_agreement: Share of tokens whose most probable successor is the same.
         delta_loss_nats: By how much the loss of the text grows, in nats a token.
         delta_loss_error: Standard error of that, over prompts.
-        reused_share: Share of the prompts' tokens whose KV was retrieved.
+        reused_share: Share of the prompts' tokens whose KV was retrieved; where it is 0, nothing was blended.
     """
 
     num_prompts: int
@@ -78,6 +78,8 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def reasons_against(self, quality: Quality) -> list[str]:
         """Why KV of that quality may not be used; empty if it may."""
         reasons = []
+        if not quality.reused_share > 0:
+            reasons.append("no KV was reused, so what was measured says nothing of blending")
         if not quality.kl_nats <= self.max_kl_nats:
             reasons.append(f"divergence of {quality.kl_nats:.4f} nats is above {self.max_kl_nats}")
         if not quality.top1_agreement >= self.min_top1_agreement:
