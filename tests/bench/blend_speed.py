@@ -33,6 +33,8 @@ TRIED_TOKENS = 2_048
 ALL_RATIOS = (0.0, 0.05, 0.15, 0.25, 0.5)
 LOW_RATIOS = ALL_RATIOS[:-1]
 """Where half of the prompt takes long."""
+ENDS = (0.0, GOAL_RATIO)
+"""Where a full prefill takes long too."""
 Run = Callable[[str, Callable[[], Any]], Any]
 
 
@@ -61,7 +63,7 @@ SMALL = Shape(
         "num_key_value_heads": 4,
         "vocab_size": 32_000,
     },
-    {2_048: ALL_RATIOS, 4_096: ALL_RATIOS, 8_192: LOW_RATIOS},
+    {2_048: ALL_RATIOS, 4_096: ALL_RATIOS, 8_192: ENDS},
 )
 LARGE = Shape(  # layers, widths and vocabulary of Qwen2.5-0.5B
     "0.5 B",
