@@ -83,7 +83,7 @@ def test_compression_that_is_none_is_a_fault(compression: Compression, fault: st
 
 
 def printed(steps: list[Step], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    print_steps(steps, Console(width=80))
+    print_steps(steps, [], Console(width=80))
     return capsys.readouterr().out.splitlines()
 
 

@@ -16,7 +16,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Engine:
-    """An engine in a process of its own, which begins to load its model at once; `attach` comes first.
+    """An engine in a process of its own, which begins to load its model at once; `attach` comes before the first `ask`.
 
     Args:
         processes: Owner of the process.

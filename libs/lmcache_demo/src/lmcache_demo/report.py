@@ -31,13 +31,11 @@ def print_steps(steps: list[Step], blended: list[Way], console: Console) -> bool
             for who, answer in ((step.title, step.answer), ("without a cache", step.reference)):
                 console.print(f"[dim]{escape(who)} said:[/] {escape(repr(answer.text))}", highlight=False)
     console.print(_blended_table(blended))
-    console.print(
-        "[dim]anew: share computed anew · KL, agree: of its certificate, nats and equal first choices · as in full, right: answers[/]"
-    )
+    console.print("[dim]anew: share computed anew · KL (nats), agree: of its certificate · as full, right: answers[/]")
     for way in blended:
         if way.answers.reason_against is not None:
-            console.print(f"[dim]{escape(way.policy)}:[/] {escape(way.answers.reason_against)}", highlight=False)
-    console.print(_verdict(steps), highlight=False)
+            console.print(f"[dim]{escape(way.policy)}, computed in full:[/] {escape(way.answers.reason_against)}", highlight=False)
+    console.print(_verdict(steps, blended), highlight=False)
     return True
 
 
@@ -85,7 +83,7 @@ def _blended_table(blended: list[Way]) -> Table:
     title = "Documents stored one by one, read in another order"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for heading in ("anew", "KL", "agree", "gate", "prompts", "reused", "as in full", "right"):
+    for heading in ("anew", "KL", "agree", "gate", "prompts", "reused", "as full", "right"):
         table.add_column(heading, justify="right", no_wrap=True)
     for way in blended:
         answers = way.answers
@@ -107,13 +105,15 @@ def _equality(step: Step) -> str:
     return "all equal" if step.first_difference is None else f"differ at token {step.first_difference}"
 
 
-def _verdict(steps: list[Step]) -> str:
-    different = [step.title for step in steps if step.first_difference is not None]
-    if not different:
-        return "Every answer equals the one without a cache, token for token. No process is left."
-    lossy = " and ".join(different)
-    verdict = f"Every answer equals the one without a cache, token for token, but that of {lossy}: its KV was stored with loss."
-    return f"{verdict} No process is left."
+def _verdict(steps: list[Step], blended: list[Way]) -> str:
+    exceptions = [f"that of {step.title}: its KV was stored with loss" for step in steps if step.first_difference is not None]
+    num_other = sum(way.answers.num_answers - way.answers.num_equal for way in blended)
+    if num_other:
+        exceptions.append(f"{num_other} of {sum(way.answers.num_answers for way in blended)} about documents in another order")
+    verdict = "Every answer equals the one without a cache, token for token"
+    if exceptions:
+        verdict += f", but {'; and '.join(exceptions)}"
+    return f"{verdict}. No process is left."
 
 
 def _moved(retrieved: int, stored: int) -> str:

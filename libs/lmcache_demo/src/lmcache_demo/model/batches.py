@@ -27,7 +27,8 @@ class TrainingRows:
 
     Attributes:
         tokens: Inputs, and targets one to the right: ``[num_rows, length + 1]``, dtype int64.
-        weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None: all the same.
+        weights: What each target counts in the loss, ``[num_rows, length]``, dtype float32; None: all the same. The loss is the
+            weighted mean over the rows of a process.
         blocks: Which inputs each input sees, ``[num_rows, length]``, dtype int16: 0 sees all before it, another number
             only those of the same number; None: all see all before them.
     """

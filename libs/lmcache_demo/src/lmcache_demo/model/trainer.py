@@ -87,7 +87,8 @@ class Trainer:
             loss = losses.mean()
         else:
             weights = torch.from_numpy(rows.weights[own]).flatten()
-            loss = (losses * weights).sum() / weights.sum()
+            # A share of rows without a single weight teaches nothing; it must not make the weights NaN.
+            loss = (losses * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
         torch.autograd.backward(loss)
         extra = torch.tensor([loss.item(), time.process_time() - cpu_started, float(stop)])
         flat = torch.cat([parameter.grad.flatten() for parameter in self._parameters if parameter.grad is not None] + [extra])

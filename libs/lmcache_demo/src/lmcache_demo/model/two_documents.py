@@ -105,8 +105,17 @@ def draw_prompt(
         num_documents: Documents of marks, at most ``num_things``.
         noted_ratio: Share of the owners' lines that give the mark as well.
         pool: How many words of each list are used; None is all.
+
+    Raises:
+        ValueError: There are not as many words as that, or not as many things as documents.
     """
     size = len(words) if pool is None else pool
+    if not (1 <= num_owners <= size <= len(words) and num_things <= size):
+        msg = f"{num_owners} owners and {num_things} things out of {size} words; the vocabulary has {len(words)} of each kind"
+        raise ValueError(msg)
+    if not 1 <= num_documents <= num_things:
+        msg = f"{num_things} things in {num_documents} documents; each document needs at least one"
+        raise ValueError(msg)
     things = [words.things[i] for i in rng.choice(size, num_things, replace=False)]
     marks = [words.marks[i] for i in rng.choice(size, num_things, replace=False)]
     owners = [words.owners[i] for i in rng.choice(size, num_owners, replace=False)]
@@ -202,7 +211,7 @@ class TwoDocumentSampler:
             used += 1
 
     def _pieces(self, rng: np.random.Generator, step: int) -> Iterator[_Piece]:
-        """One prompt's texts in order; their tokens are those of the whole."""
+        """One prompt's texts in order; their tokens are those of the whole, but for filling, which begins as it likes."""
         most = self._curriculum.max_owners_at(step)
         num_owners = int(rng.integers(max(2, most // 3), most + 1))
         num_things = num_owners + int(rng.integers(num_owners + 1))

@@ -63,7 +63,12 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
         self._original_positions = torch.zeros(0, dtype=torch.int64)
 
     def compute(self, prompt: SplitPrompt) -> None:
-        """Take the prompt that is asked for next."""
+        """Take the prompt that is asked for next.
+
+        Raises:
+            ValueError: See `SplitPrompt.judged_places`.
+        """
+        prompt.judged_places()
         sides: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         with torch.inference_mode():
             for document in prompt.documents:
@@ -156,7 +161,7 @@ def measure(
         progress: Called with the number of prompts done.
 
     Raises:
-        ValueError: There are fewer than two.
+        ValueError: There are fewer than two, or one cannot be judged; see `SplitPrompt.judged_places`.
     """
     retriever = DocumentRetriever(model)
     blended, found = blending(retriever), []
