@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 from lmcache_core.concurrency import Workers
@@ -12,6 +15,8 @@ from lmcache_core.concurrency.workers import MAX_THREADS
 
 NUM_SUBMITTERS = 4
 NUM_TURNS = 30
+TOO_LARGE_A_STACK = 1 << 47
+"""Bytes: more than there are addresses for, so no thread can be started with it."""
 
 
 @pytest.fixture
@@ -20,6 +25,19 @@ def workers() -> Iterator[Workers]:
     made.open()
     yield made
     made.close()
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    before = threading.stack_size(TOO_LARGE_A_STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+class Something:
+    """What work is given."""
 
 
 def thread_name() -> str:
@@ -99,6 +117,73 @@ def test_the_number_of_threads_is_bounded() -> None:
         assert 1 <= len(names) <= MAX_THREADS
     finally:
         workers.close()
+
+
+def test_work_runs_once_where_no_more_threads_can_be_started(workers: Workers) -> None:
+    ran: list[str] = []
+    may_end = threading.Event()
+    busy = workers.submit(may_end.wait, 5.0)
+    with no_more_threads():
+        future = workers.submit(lambda: ran.append(thread_name()))
+    assert future.done()
+    may_end.set()
+    assert busy.result()
+    workers.close()
+    assert ran == [thread_name()]
+
+
+def test_work_that_ran_without_threads_is_let_go_and_threads_that_come_later_are_used(workers: Workers) -> None:
+    given = Something()
+    with no_more_threads():
+        assert workers.submit(id, given).result() == id(given)
+    gone = weakref.ref(given)
+    del given
+    assert gone() is None
+    assert workers.submit(thread_name).result().startswith("test-worker")
+
+
+def test_work_that_a_thread_took_meanwhile_is_left_to_it(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that was busy becomes free while another one is being started in vain."""
+    ran: list[str] = []
+    may_end, has_begun, has_failed = threading.Event(), threading.Event(), threading.Event()
+    busy = workers.submit(may_end.wait, 5.0)
+
+    def fail_to_start(_: threading.Thread) -> None:
+        may_end.set()
+        assert has_begun.wait(5.0)
+        raise RuntimeError("can't start new thread")
+
+    def work() -> str:
+        ran.append(thread_name())
+        has_begun.set()
+        assert has_failed.wait(5.0)
+        return "done"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail_to_start)
+        future = workers.submit(work)
+    has_failed.set()
+    assert future.result(5.0) == "done"
+    assert busy.result()
+    assert len(ran) == 1
+    assert ran[0].startswith("test-worker")
+
+
+def test_what_was_raised_does_not_hold_what_work_was_given(workers: Workers) -> None:
+    def fail_with(_: Something) -> None:
+        raise LookupError("as told")
+
+    given = Something()
+    gone = weakref.ref(given)
+    gc.disable()
+    try:
+        future = workers.submit(fail_with, given)
+        assert isinstance(future.exception(5.0), LookupError)
+        del future, given
+        workers.close()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_close_between_submits_loses_nothing() -> None:

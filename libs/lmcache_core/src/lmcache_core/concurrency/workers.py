@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar
 
 MAX_THREADS = 4
 """More do not help: two or three digests at once read memory as fast as it can be read."""
@@ -14,8 +15,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Task(Generic[T]):
+    """Work that waits for a thread, and can be taken back while none has begun."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._call = call
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._call())
+        except BaseException as exc:
+            self.future.set_exception(exc)
+            raise
+        finally:
+            del self  # else what was raised holds its own future, and all that the work was given
+
+    def was_taken_back(self) -> bool:
+        """Take it back, unless a thread has it; whatever is still in a queue then does nothing and holds nothing."""
+        if not self.future.cancel():
+            return False
+        del self._call
+        return True
+
+
 class Workers:
-    """Runs functions in threads while it is open, and in the caller's thread while it is not.
+    """Runs functions in threads while it is open, and in the caller's thread while it is not, or where no thread can be started.
 
     Args:
         name: Prefix of the threads' names.
@@ -38,13 +65,18 @@ class Workers:
             pool.shutdown()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `work` soon; the caller waits for the future. What it raises without threads, it raises here."""
+        """Run `work` soon, and once; the caller waits for the future. What it raises without threads, it raises here."""
         pool = self._pool
         if pool is not None:
+            task = _Task(partial(work, *args, **kwargs))
             try:
-                return pool.submit(work, *args, **kwargs)
+                pool.submit(task.run)
             except RuntimeError:
-                pass  # closed in this moment
+                # Closed in this moment; or no thread could be started, and the work is queued all the same.
+                if not task.was_taken_back():
+                    return task.future
+            else:
+                return task.future
         done: Future[T] = Future()
         done.set_result(work(*args, **kwargs))
         return done
