@@ -66,7 +66,7 @@ class BlendRetriever(ABC):
 
     @abstractmethod
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
-        """Begin to retrieve; does not wait.
+        """Begin to retrieve; does not wait for KV.
 
         Args:
             input_tokens: Token ids of all requests of a batch, one after the other, `[num_tokens]`.

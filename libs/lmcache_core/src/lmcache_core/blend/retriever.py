@@ -160,7 +160,9 @@ class SPTBlendRetriever(BlendRetriever):
         self._threads.close()
 
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> SPTBlendRetrieverTask:
-        """See `BlendRetriever.new_request`. Of a prompt of several segments it asks the tiers how much is cached as a prefix.
+        """See `BlendRetriever.new_request`. Of each prompt of several segments it first asks the tiers how much is cached as a prefix.
+
+        That is one prompt after the other, each within the deadlines of the tiers.
 
         Raises:
             ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from 0 to their number.

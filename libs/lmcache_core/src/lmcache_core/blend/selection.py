@@ -54,7 +54,7 @@ class SelectionPolicy(Protocol):
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """Booleans `[num_tokens]` on the device of the candidates.
 
-        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is always among them.
+        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is computed whether it is among them or not.
         """
 
 
