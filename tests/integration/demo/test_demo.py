@@ -56,7 +56,26 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
     assert steps[5][-1] == ("yes" if compressed[0][-1] == "all equal" else "no")
     assert re.fullmatch(r"all equal|differ at token \d+", compressed[0][-1])
     assert ("that of E, cachegen" in " ".join(done.stdout.split())) == (steps[5][-1] == "no")
+    check_blended(done.stdout)
     assert not descendants_of(str(tmp_path))
+
+
+def check_blended(output: str) -> None:
+    """Documents as they are fail their certificate, so that prompts are computed in full; blended ones pass, and are reused."""
+    assert "…" not in output
+    ways = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines() if re.match(r" (none|deviation) ", line)]
+    assert [way[0] for way in ways] == ["none", "deviation"], output
+    (as_is, blended), others = ways, [way[5:] for way in ways]
+    assert [as_is[1], as_is[4], as_is[6]] == ["0%", "failed", "0"]
+    assert [blended[1], blended[4]] == ["25%", "passed"]
+    assert float(as_is[2]) > 0.05 > float(blended[2]) >= 0
+    assert int(blended[6]) > 0.8 * int(blended[5]) > 1000
+    for way in others:
+        num_equal, num_answers = map(int, way[2].split(" of "))
+        assert num_answers == 24
+        assert num_equal >= 22
+        assert int(way[3]) >= 22
+    assert "failed its certificate for blending (none, 0 % computed anew" in " ".join(output.split())
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
