@@ -59,6 +59,24 @@ def test_an_engine_believes_what_passed(
     assert CertificateFolder(tmp_path).reason_against("demo", identity, profile) is None
 
 
+@pytest.mark.parametrize(
+    ("within", "given", "name"),
+    [("", "llama", "llama"), ("", "other/../llama/", "llama"), ("llama", ".", "assets"), ("other", "..", "real")],
+)
+def test_a_model_is_named_after_its_place_as_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str, given: str, name: str
+) -> None:
+    """A link keeps its name while what it points to changes. Where there is no name, it is that of the place."""
+    place = tmp_path / "real"
+    (place / "other").mkdir(parents=True)
+    for file in MODEL.iterdir():
+        (place / file.name).symlink_to(file)
+    (place / "llama").symlink_to(MODEL)
+    monkeypatch.chdir(place / within)
+    _, out, _ = run(capsys, "--certificates", str(tmp_path / "folder"), "--model", given, "-o", "json")
+    assert json.loads(out)["model_name"] == name
+
+
 def test_what_fails_is_kept_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, "--certificates", str(tmp_path), "--max-kl", "0", "--policy", "none")
     assert code == 1

@@ -42,7 +42,7 @@ def certify(wanted: Certified, cut: Cut, bounds: QualityBounds, progress: Callab
     if longest is not None and width > longest:
         raise CtlError(f"prompts of {width} tokens, and {wanted.model} takes {longest}; take fewer or shorter documents")
     profile = BlendProfile(wanted.policy, wanted.ratio, tuple(separator.tolist()))
-    name = wanted.name or wanted.model.resolve().name
+    name = wanted.name or _name_of(wanted.model)
     prompts = cut_prompts(cut, tokens, separator)
     try:
         metadata = metadata_of(model, name, LMCacheEngineConfig.from_defaults(), wanted.revision)
@@ -80,6 +80,12 @@ def cut_prompts(cut: Cut, tokens: torch.Tensor, separator: torch.Tensor) -> list
         documents = [torch.cat([part[j * own : (j + 1) * own], separator]) for j in range(cut.documents)]
         prompts.append(SplitPrompt(documents, part[cut.documents * own :]))
     return prompts
+
+
+def _name_of(model: Path) -> str:
+    """The directory's name as it was given: a link is named as itself, not as what it points to."""
+    name = model.absolute().name
+    return name if name != ".." else model.resolve().name
 
 
 def _read(path: Path) -> str:
