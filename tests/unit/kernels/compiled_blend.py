@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import lmcache_kernels.blend_select.kernel as select_kernels
 import lmcache_kernels.rope_rotate.kernel as rotate_kernels
 import torch
 from lmcache_kernels.rope_rotate import Rotation
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from without_gpu import check_compiled, compile_instead_of_launching
 
-NOT_EXACT = re.compile(r"\b(fma|mad)\.\S*f32|\.ftz|div\.(approx|full)|sqrt\.approx")
 KERNELS_OF_TOKENS = {"rope_rotate_kernel", "deviation_kernel"}
-
-
-def compile_instead_of_launching(capability: int) -> list:
-    """Let kernels compile for that GPU; the list fills with their names and what they became."""
-    target = GPUTarget("cuda", capability, 32)
-    there = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0)
-    driver.set_active(there)
-    run, made = JITFunction.run, []
-
-    def compile_only(kernel, *args, grid, warmup, **options):
-        made.append((kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options)))
-
-    JITFunction.run = compile_only
-    for module in (rotate_kernels, select_kernels):
-        module.launching = lambda _device: nullcontext()
-    return made
 
 
 def launch_all(dtype: torch.dtype) -> None:
@@ -50,14 +29,12 @@ def launch_all(dtype: torch.dtype) -> None:
 
 
 def check(name: str, kernel) -> None:
-    """That the GPU's assembler took it, that sums are rounded as the reference's, and that no offset is computed in 32 bits.
+    """See `check_compiled`; and that no offset is computed in 32 bits.
 
     Raises:
         AssertionError: Something is not so.
     """
-    assert "cubin" in kernel.asm, name
-    found = NOT_EXACT.search(kernel.asm["ptx"])
-    assert not found, f"{name} computes with {found[0]}"
+    check_compiled(name, kernel)
     if name in KERNELS_OF_TOKENS:
         program = kernel.asm["ttir"]
         token = re.search(r"(%\w+) = tt.get_program_id x", program)[1]
@@ -67,7 +44,7 @@ def check(name: str, kernel) -> None:
 
 
 def main() -> None:
-    made = compile_instead_of_launching(int(sys.argv[1]))
+    made = compile_instead_of_launching(int(sys.argv[1]), (rotate_kernels, select_kernels))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         launch_all(dtype)
     for num_tokens, num_tail_tokens in ((4000, 1), (4, 0), (100, 2)):
