@@ -64,12 +64,13 @@ def check_blended(output: str) -> None:
     """Documents as they are fail their certificate, so that prompts are computed in full; blended ones pass, and are reused."""
     assert "…" not in output
     ways = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines() if re.match(r" (none|deviation) ", line)]
-    assert [way[0] for way in ways] == ["none", "deviation"], output
-    (as_is, blended), others = ways, [way[5:] for way in ways]
+    assert [way[0] for way in ways] == ["deviation", "none"], output
+    (blended, as_is), others = ways, [way[5:] for way in ways]
     assert [as_is[1], as_is[4], as_is[6]] == ["0%", "failed", "0"]
     assert [blended[1], blended[4]] == ["25%", "passed"]
     assert float(as_is[2]) > 0.05 > float(blended[2]) >= 0
-    assert int(blended[6]) > 0.8 * int(blended[5]) > 1000
+    # The documents, not the questions of two tokens: more would have been found as a prefix, and not been blended.
+    assert int(blended[6]) == int(blended[5]) - 24 * 2 > 1000
     for way in others:
         num_equal, num_answers = map(int, way[2].split(" of "))
         assert num_answers == 24

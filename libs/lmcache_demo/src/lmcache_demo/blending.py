@@ -62,11 +62,12 @@ def run_blended(processes: Processes, cluster: Cluster, directory: Path, say: Ca
     keeper = cluster.start_sidecar("sidecar-g")
     engine.keep_documents(KeepDocuments(str(keeper.socket)))
     cluster.wait_until_settled(keeper)
-    say("engine G, now at sidecar H, reads them in another order: as is, then blended")
+    say("engine G, now at sidecar H, reads them in another order: blended, then as is")
     reader = cluster.start_sidecar("sidecar-h")
     folder = str(directory / "certificates")
     ways = []
-    for policy, ratio in (("none", 0.0), (POLICY, RECOMPUTE_RATIO)):
+    # In this order: prompts that are computed in full are stored, and would be found whole; blended ones are not.
+    for policy, ratio in ((POLICY, RECOMPUTE_RATIO), ("none", 0.0)):
         answers = engine.ask_blended(AskBlended(str(reader.socket), folder, policy, ratio))
         ways.append(Way(policy, ratio, answers, is_good=policy != "none"))
     engine.end()
