@@ -16,8 +16,8 @@ WIDTH = 80
 PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 0, 1.0, 32)
 STEPS = [Step("A", NOWHERE, PLAIN, PLAIN)]
 REASON = "the model failed its certificate"
-BLENDED = Way("deviation", 0.25, BlendedAnswers(0.001, 0.999, None, 24, 24, 24, 2352, 2328), is_good=True)
-REFUSED = Way("none", 0.0, BlendedAnswers(10.669, 0.934, REASON, 24, 24, 24, 2352, 0), is_good=False)
+BLENDED = Way("deviation", 0.25, BlendedAnswers(0.001, 0.999, None, 24, 24, 24, 24, 2352, 2304), is_good=True)
+REFUSED = Way("none", 0.0, BlendedAnswers(10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0), is_good=False)
 
 
 def changed(way: Way, **fields: object) -> Way:
@@ -54,6 +54,8 @@ def test_a_little_less_is_no_fault(way: Way) -> None:
     ("way", "fault"),
     [
         (changed(BLENDED, reason_against=REASON), f"blend, deviation: not blended: {REASON}"),
+        (changed(BLENDED, num_blended=23), "blend, deviation: 23 of 24 prompts were blended"),
+        (changed(REFUSED, num_blended=1), "blend, none: 1 of 24 prompts were blended"),
         (changed(BLENDED, num_reused_tokens=1881), "blend, deviation: only 1881 of 2352 tokens were reused"),
         (changed(BLENDED, num_equal=21), "blend, deviation: 21 of 24 answers are those of full recompute"),
         (changed(BLENDED, num_right=21), "blend, deviation: 21 of 24 answers are right"),

@@ -38,6 +38,8 @@ class Way:
         answers, found = self.answers, []
         if (answers.reason_against is None) != self.is_good:
             found.append("passed its certificate, and should not have" if not self.is_good else f"not blended: {answers.reason_against}")
+        elif answers.num_blended != (answers.num_answers if self.is_good else 0):
+            found.append(f"{answers.num_blended} of {answers.num_answers} prompts were blended")
         if self.is_good and answers.num_reused_tokens < answers.num_prompt_tokens * MIN_REUSED_SHARE:
             found.append(f"only {answers.num_reused_tokens} of {answers.num_prompt_tokens} tokens were reused")
         least = answers.num_answers * (MIN_EQUAL_SHARE if self.is_good else 1)

@@ -65,7 +65,7 @@ class BlendingWorker:
         )
         quality = self._certify(config, Path(message.folder))
         plain = CachedCausalLM(self._model, None)
-        found = BlendedAnswers(quality.kl_nats, quality.top1_agreement, None, 0, 0, 0, 0, 0)
+        found = BlendedAnswers(quality.kl_nats, quality.top1_agreement, None, 0, 0, 0, 0, 0, 0)
         with self._cached(config) as cached:
             found.reason_against = cached.reason_against_blending
             for prompt in self._prompts:
@@ -74,6 +74,7 @@ class BlendingWorker:
                     tokens = torch.cat([documents, self._encode(question)])
                     got, want = cached.generate(tokens, 1), plain.generate(tokens, 1)
                     found.num_answers += 1
+                    found.num_blended += got.is_blended
                     found.num_equal += got.tokens == want.tokens
                     found.num_right += got.tokens == self._encode(answer).tolist()
                     found.num_prompt_tokens += got.num_prompt_tokens

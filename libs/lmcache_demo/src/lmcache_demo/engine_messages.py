@@ -84,6 +84,7 @@ class BlendedAnswers(msgspec.Struct):
         top1_agreement: And the share of equal first choices.
         reason_against: Why prompts were computed in full instead; None if they were blended.
         num_answers: Questions that were asked.
+        num_blended: Those whose prompts were blended.
         num_equal: Answers that are those of an engine without a cache.
         num_right: Answers that are right.
         num_prompt_tokens: Of all prompts together.
@@ -94,6 +95,7 @@ class BlendedAnswers(msgspec.Struct):
     top1_agreement: float
     reason_against: str | None
     num_answers: int
+    num_blended: int
     num_equal: int
     num_right: int
     num_prompt_tokens: int
