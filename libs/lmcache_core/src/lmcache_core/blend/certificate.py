@@ -41,11 +41,11 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of blended prompts against full recompute, over all tokens behind the documents.
+    """What was measured of blended prompts against full recompute, over the tokens behind the documents that are judged.
 
     Attributes:
         num_prompts: How many prompts.
-        num_tokens: How many tokens behind their documents.
+        num_tokens: How many tokens were judged.
         kl_nats: Mean Kullback-Leibler divergence of the next token's distribution, in nats.
         top1_agreement: Share of tokens whose most probable successor is the same.
         delta_loss_nats: By how much the loss of the text grows, in nats a token.
