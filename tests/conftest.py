@@ -1,4 +1,4 @@
-"""How many processes `-n auto` means."""
+"""How many processes `-n auto` means, and with how many threads they compute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import pytest
 
 MAX_PROCESSES = 4
+
+# Processes share the cores already: threads that wait for each other at every operator only take them from the others.
+# Before torch is imported, and for all processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no such plugin
