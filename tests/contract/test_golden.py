@@ -195,7 +195,7 @@ def test_frames(case: dict[str, Any]) -> None:
 @named(FRAMES)
 def test_frames_from_the_specification(case: dict[str, Any]) -> None:
     numbers = ["Hello", "HelloOk", "Contains", "ContainsOk", "Get", "ChunkHead", "GetEnd", "Put", "PutOk", "Remove", "RemoveOk"]
-    numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context"]
+    numbers += ["Ping", "Pong", "ErrorMessage", "Handover", "Context", "Held"]
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])
     meta = msgspec.msgpack.encode(

@@ -36,9 +36,9 @@ def decoded(secret: Manifest) -> dict[str, str]:
 def check_files(folder: Path, tenant: str) -> None:
     """The services' own readers take these files, and each token is who it should be."""
     table = TokenTable.from_file(folder / "tokens.yaml")
-    for holder in ("storage", "sidecar"):
+    for holder, role in (("storage", "storage"), ("sidecar", "client")):
         principal = table.authenticate((folder / f"{holder}-token").read_text(encoding="ascii"))
-        assert (principal.name, principal.tenant, principal.role) == (holder, tenant, "client")
+        assert (principal.name, principal.tenant, principal.role) == (holder, tenant, role)
     keys = read_ticket_keys(folder / "ticket-keys")
     assert len(keys) == 1
     assert all(len(key) >= 32 for key in keys.values())

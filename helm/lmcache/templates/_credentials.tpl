@@ -95,7 +95,7 @@ tokens:
 {{- range $holder, $token := .tokens }}
   - name: {{ $holder }}
     tenant: {{ $.root.Values.auth.tenant | quote }}
-    role: {{ ternary "admin" "client" (eq $holder "operator") }}
+    role: {{ get (dict "operator" "admin" "storage" "storage") $holder | default "client" }}
     token_sha256: {{ sha256sum $token | quote }}
 {{- end }}
 {{- end -}}

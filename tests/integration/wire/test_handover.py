@@ -1,4 +1,4 @@
-"""HANDOVER over real sockets: of any tenant's chunks, from admins alone, with their age, and only where there is room if so told."""
+"""HANDOVER over real sockets: of any tenant's chunks, from servers and admins alone, with their age, and only where there is room."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class TakingStore(MemoryStore):
 
 
 def by_token(token: str | None) -> Principal:
-    if token not in ("admin", "client"):
+    if token not in ("admin", "storage", "client"):
         raise AuthenticationError("a token is required")
-    return Principal("home", "admin" if token == "admin" else "client", "test")
+    return Principal("home", token, "test")
 
 
 def no_ticket(ticket: str) -> NoReturn:
@@ -71,9 +71,10 @@ def chunk_of(name: object, tenant: str, age_s: float | None = None) -> Chunk:
     return chunk
 
 
-async def test_chunks_of_all_tenants_arrive_as_old_as_they_are() -> None:
+@pytest.mark.parametrize("token", ["admin", "storage"])
+async def test_chunks_of_all_tenants_arrive_as_old_as_they_are(token: str) -> None:
     store = TakingStore()
-    async with serving(store) as server, giver(server) as client:
+    async with serving(store) as server, giver(server, token) as client:
         await client.ping()
         assert client.takes_handovers
         assert await client.hand_over([chunk_of("a", "acme", 3600), chunk_of("b", "rival")], may_evict=True) == [True, True]
@@ -106,6 +107,28 @@ async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
         assert await ending.contains(keys) == await of_one_tenant.contains(keys) == [False]
         assert await reader.contains(keys) == [True]
         await reader.close()
+
+
+async def test_a_server_is_told_which_chunks_of_any_tenant_are_there_to_stay() -> None:
+    store, keys = TakingStore(), [make_key("a", "acme"), make_key("b", "acme")]
+    async with serving(store) as server, giver(server, "storage") as client:
+        assert await client.hand_over([chunk_of("a", "acme"), chunk_of("b", "rival")], may_evict=True) == [True, True]
+        assert client.answers_held
+        assert await client.holds("acme", keys) == [True, False]
+        assert await client.holds("rival", keys) == [False, True]
+        assert await client.contains(keys) == [False, False], "in the caller's own namespace"
+        store.is_staying = False
+        assert await client.holds("acme", keys) == [False, False]
+
+
+async def test_clients_cannot_ask_for_the_chunks_of_others() -> None:
+    store = TakingStore()
+    async with serving(store) as server, giver(server) as admin, giver(server, "client") as client:
+        assert await admin.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
+        await client.ping()
+        assert not client.answers_held
+        with pytest.raises(AuthenticationError, match="HELD"):
+            await client.holds("acme", [make_key("a", "acme")])
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])

@@ -1,9 +1,10 @@
 import pytest
 from lmcache_broker.peers.service import Census, PeerDirectory, PeerLimits
+from lmcache_broker.peers.shared import SharedPeer
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Lease, Peer
 from lmcache_core.security import Principal
-from lmcache_servicekit.errors import ConflictError, NotFoundError
+from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
 
 from tests.fixtures.broker import ACME, OPERATOR, RIVAL, FakeClock, peer
 
@@ -135,3 +136,52 @@ def test_census(directory: PeerDirectory, clock: FakeClock) -> None:
     clock.now_s += 60
     assert directory.census() == Census(0, 0, 0)
     assert directory.num_expired == 2
+
+
+SERVERS = Principal("default", "storage", "servers")
+
+
+def storage(peer_id: str, port: int = 65432) -> Peer:
+    return Peer(peer_id, 1, f"lm://{peer_id}.example:{port}", "storage")
+
+
+@pytest.mark.parametrize(
+    ("principal", "who", "may"),
+    [
+        (ACME, peer("a"), True),
+        (ACME, storage("a"), False),
+        (SERVERS, storage("a"), True),
+        (SERVERS, peer("a"), False),
+        (OPERATOR, peer("a"), True),
+        (OPERATOR, storage("a"), True),
+    ],
+)
+def test_roles_register_their_own_kind(directory: PeerDirectory, principal: Principal, who: Peer, may: bool) -> None:
+    if may:
+        announce(directory, who, principal)
+    else:
+        with pytest.raises(PermissionDeniedError, match=f"kind={who.kind}.*role"):
+            announce(directory, who, principal)
+    assert bool(directory.records()) == may
+
+
+def test_storage_servers_serve_every_tenant_and_no_client_takes_their_place(directory: PeerDirectory) -> None:
+    announce(directory, storage("s"), SERVERS)
+    announce(directory, peer("s", incarnation=9), ACME)
+    directory.remove(ACME, "s")
+    for principal in (ACME, RIVAL, SERVERS):
+        assert [(seen.id, seen.kind) for seen in directory.visible(principal)] == [("s", "storage")]
+
+
+@pytest.mark.parametrize("owner", ["*", "default"])
+def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(directory: PeerDirectory, owner: str) -> None:
+    listed = Peer("s", 0, "lm://s.example:65432", "storage")
+    directory.sight(owner, listed, 60.0)
+    announce(directory, peer("s"), ACME)
+    directory.sight(owner, listed, 60.0)
+    assert [seen.kind for seen in directory.visible(SERVERS)] == ["storage"]
+
+
+def test_what_an_older_broker_took_from_a_client_is_no_storage_server(directory: PeerDirectory) -> None:
+    directory.adopt([SharedPeer("acme", storage("rogue"), 0.0, False, 5_000), SharedPeer("*", storage("s"), 0.0, False, 5_000)])
+    assert [seen.id for seen in directory.visible(ACME)] == ["s"]

@@ -43,8 +43,8 @@ class StorageSettings(S3Settings):
         rebalance: Move chunks to their homes when other servers have come or gone.
         hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST /v1/admin/drain` does.
         service_token_file: Token that this service shows to lookup, broker and the other servers of its tier, which take chunks of all
-            tenants only from the role `admin`.
-        tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs the role `admin`.
+            tenants only from the role `storage` (or `admin`).
+        tenant: Tenant of that token; chunks of other tenants are announced under their names, which needs that role.
         zone: Failure domain of this instance.
         node: Machine of this instance.
         tier_timeout_s: Longest wait on the disk and the bucket for one request, seconds.

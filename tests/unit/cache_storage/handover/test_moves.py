@@ -45,6 +45,7 @@ class Taking(MemoryStore):
 
     takes = True
     room = True
+    denies = False
 
     def stays(self, key: ChunkKey) -> bool:
         return True
@@ -58,6 +59,9 @@ class Taking(MemoryStore):
 
     def has_room(self, num_bytes: int) -> bool:
         return self.room
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [False] * len(keys) if self.denies else await super().contains(keys)
 
     async def take_over(self, chunk: Chunk) -> bool:
         self.order.append(chunk.key)
@@ -94,9 +98,9 @@ class Here:
             self._exits.push_async_callback(self._end, name)
         await self.members.refresh()
 
-    async def put(self, keys: Sequence[ChunkKey]) -> None:
+    async def put(self, keys: Sequence[ChunkKey], tenant: str = "default") -> None:
         for key in keys:
-            chunk = make_chunk(KEYS.index(key), allocate=self.stack.allocate)
+            chunk = make_chunk(KEYS.index(key), allocate=self.stack.allocate, tenant=tenant)
             assert await self.stack.batched_put([chunk]) == [True]
             chunk.release()
 
@@ -216,6 +220,45 @@ async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(monkeyp
         await asyncio.sleep(0.3)
         await made.rebalancer.look()
         assert set(made.hot.keys()) == set(KEYS) - strangers | {pinned}
+
+
+@pytest.mark.parametrize("tenant", ["default", "rival"])
+@pytest.mark.parametrize("why", ["says that it is gone", "is of an earlier version", "takes no questions of ours"])
+async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, tenant: str, why: str) -> None:
+    """It said of each chunk that it had stored it. Only what it says afterwards counts."""
+    monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
+    async with here("s-1") as made:
+        keys = [ChunkKey(tenant, key.key) for key in KEYS]
+        await made.put(KEYS, tenant)
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        moved = set(made.others["s-1"].chunks)
+        assert moved
+        if why == "says that it is gone":
+            made.others["s-1"].denies = True
+        elif why == "is of an earlier version":
+            monkeypatch.setattr(LmClient, "answers_held", False)
+        else:
+            await made.servers["s-1"].close()
+        await asyncio.sleep(0.3)
+        await made.rebalancer.look()
+        can_be_asked = tenant == "default" and why == "is of an earlier version"
+        assert set(made.hot.keys()) == set(keys) - (moved if can_be_asked else set())
+
+
+async def test_chunks_of_other_tenants_are_forgotten_when_their_home_says_that_it_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
+    async with here("s-1") as made:
+        await made.put(KEYS, "rival")
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        moved = set(made.others["s-1"].chunks)
+        assert moved
+        await asyncio.sleep(0.3)
+        await made.rebalancer.look()
+        assert set(made.hot.keys()) == {ChunkKey("rival", key.key) for key in KEYS} - moved
 
 
 async def test_what_has_no_room_at_home_stays() -> None:

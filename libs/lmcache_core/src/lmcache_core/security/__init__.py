@@ -6,7 +6,7 @@ from lmcache_core.security.ticket_keys import TicketKeyFile, TicketKeys, parse_t
 from lmcache_core.security.tickets import Ticket, TicketSigner, TicketVerifier, unix_ms
 from lmcache_core.security.tls import ClientTls, TlsFiles, client_context, no_context, server_context, why_silent
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
-from lmcache_core.security.tokens import Principal, Role, TokenTable
+from lmcache_core.security.tokens import Principal, Role, TokenTable, speaks_for_all_tenants
 
 __all__ = [
     "ClientTls",
@@ -27,6 +27,7 @@ __all__ = [
     "parse_ticket_keys",
     "read_ticket_keys",
     "server_context",
+    "speaks_for_all_tenants",
     "token_text",
     "unix_ms",
     "validate_instance_id",

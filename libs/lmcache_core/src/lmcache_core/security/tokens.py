@@ -26,7 +26,7 @@ from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security.names import validate_tenant
 from lmcache_core.security.watched_files import identify, identity_of
 
-Role = Literal["client", "admin"]
+Role = Literal["client", "storage", "admin"]
 
 MAX_TOKEN_FILE_BYTES: Final = 1 << 20
 MAX_TOKENS: Final = 1024
@@ -43,13 +43,19 @@ class Principal:
 
     Attributes:
         tenant: The namespace of all that it stores and reads.
-        role: `admin` may do all that `client` may, and also clear, evict and drain.
+        role: `client` stores and reads. `storage`, for storage servers, also speaks for other
+            tenants' chunks: see `speaks_for_all_tenants`. `admin` may also clear, evict and drain.
         name: For logs; unique in its token file. Never a secret.
     """
 
     tenant: str
     role: Role
     name: str
+
+
+def speaks_for_all_tenants(role: str) -> bool:
+    """Whether a caller of that role may hold, hand over and report the chunks of every tenant."""
+    return role in ("storage", "admin")
 
 
 _ANONYMOUS: Final = Principal("default", "admin", "anonymous")

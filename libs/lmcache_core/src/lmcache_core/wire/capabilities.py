@@ -11,6 +11,8 @@ LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
 HANDOVER = "handover"
 """The client is a server that may end, and hands its chunks over then."""
+HELD = "held"
+"""The client asks by HELD whether chunks of other tenants are there, before it gives up its own."""
 CONTEXT = "context"
 """CONTEXT frames are understood."""
 

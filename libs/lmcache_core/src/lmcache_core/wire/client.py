@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.messages import Contains, ContainsOk, Message, Ping, Remove, RemoveOk
+from lmcache_core.wire.messages import Contains, ContainsOk, Held, Message, Ping, Remove, RemoveOk
 from lmcache_core.wire.pull import Pull
 from lmcache_core.wire.push import Announce, Push, as_handover, as_put
 from lmcache_core.wire.stream import FrameStream
@@ -90,6 +90,11 @@ class LmClient:
         return self._connection is not None and HANDOVER in self._connection.capabilities
 
     @property
+    def answers_held(self) -> bool:
+        """Whether the server that is connected tells us which chunks of any tenant it holds."""
+        return self._connection is not None and HELD in self._connection.capabilities
+
+    @property
     def server(self) -> str | None:
         """What the server called itself when it was last reached; None before."""
         return self._server
@@ -101,15 +106,22 @@ class LmClient:
 
     async def contains(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bool]:
         """Which of them the server has now."""
+        return await self._ask_for(keys, Contains, timeout_s)
+
+    async def holds(self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> list[bool]:
+        """Like `contains`, of that tenant's chunks. Only for a server that `answers_held`."""
+        return await self._ask_for(keys, lambda names: Held(tenant, names), timeout_s)
+
+    async def _ask_for(self, keys: Sequence[ChunkKey], question: Callable[[list[bytes]], Message], timeout_s: float | None) -> list[bool]:
         deadline = self._deadline(timeout_s)
         present: list[bool] = []
         while len(present) < len(keys):
             connection = await self._connect(deadline)
             batch = keys[len(present) : len(present) + connection.max_batch]
-            answer = await self._ask(connection, Contains(_names(batch)), FrameType.CONTAINS_OK, deadline)
+            answer = await self._ask(connection, question(_names(batch)), FrameType.CONTAINS_OK, deadline)
             if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
                 connection.abort()
-                raise ProtocolError(f"{self._name} did not answer CONTAINS with one boolean a key")
+                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
             present += answer.present
         return present
 
@@ -253,7 +265,7 @@ class LmClient:
             async with asyncio.timeout(self._options.connect_timeout_s):
                 stream = await self._open_stream()
                 connection = ClientConnection(stream, self._name)
-                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER] if self._options.hands_over else []), CONTEXT]
+                capabilities = [*self._options.accepts.capabilities(), *([HANDOVER, HELD] if self._options.hands_over else []), CONTEXT]
                 await connection.greet(token_text(self._token), self._options.name, capabilities)
         except BaseException as exc:
             if connection is not None:

@@ -47,6 +47,7 @@ class FrameType(IntEnum):
     ERROR = 14
     HANDOVER = 15
     CONTEXT = 16
+    HELD = 17
 
 
 _WITH_BLOB = frozenset({FrameType.CHUNK, FrameType.PUT, FrameType.HANDOVER})
@@ -97,7 +98,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
         raise ProtocolError("not a frame: wrong magic")
     if checksum != _checksum(data):
         raise ProtocolError("a frame header with a wrong checksum")
-    if reserved != _RESERVED or not FrameType.HELLO <= kind <= FrameType.CONTEXT:
+    if reserved != _RESERVED or not FrameType.HELLO <= kind <= max(FrameType):
         raise ProtocolError(f"a frame of unknown type {kind}")
     header = FrameHeader(FrameType(kind), correlation_id, meta_bytes, blob_bytes)
     _check_bounds(header)

@@ -37,6 +37,7 @@ _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _Names = Annotated[list[_Name], Meta(max_length=MAX_CAPABILITIES)]
 _Version = Annotated[int, Meta(ge=0, le=65535)]
 _Index = Annotated[int, Meta(ge=0, lt=MAX_BATCH_KEYS)]
+_Tenant = Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
 _Keys = Annotated[list[Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]], Meta(max_length=MAX_BATCH_KEYS)]
 
 
@@ -152,9 +153,22 @@ class Handover(Message, frozen=True, array_like=True, forbid_unknown_fields=True
     """
 
     frame_type = FrameType.HANDOVER
-    tenant: Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
+    tenant: _Tenant
     age_ms: Annotated[int, Meta(ge=0, le=MAX_AGE_MS)]
     may_evict: bool
+
+
+class Held(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks which chunks of a tenant are there to stay. Answered by CONTAINS_OK.
+
+    Attributes:
+        tenant: Whose chunks.
+        keys: Their names.
+    """
+
+    frame_type = FrameType.HELD
+    tenant: _Tenant
+    keys: _Keys
 
 
 class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -234,6 +248,7 @@ _MESSAGES: tuple[type[Message], ...] = (
     ErrorMessage,
     Handover,
     Context,
+    Held,
 )
 _DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()

@@ -49,7 +49,9 @@ class AdaptsToClients(Protocol):
 
 @runtime_checkable
 class TakesHandovers(Protocol):
-    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers with the role `admin`."""
+    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to callers
+    that `speaks_for_all_tenants` lets.
+    """
 
     def stays(self, key: ChunkKey) -> bool:
         """Whether it will keep that chunk if it has it: to a server that ends, what another one is about to lose is as good as lost."""
@@ -67,7 +69,7 @@ class HasRole(Protocol):
 
     @property
     def role(self) -> str:
-        """`admin`, or less."""
+        """`admin`, `storage`, or less."""
 
 
 class HasTenant(Protocol):

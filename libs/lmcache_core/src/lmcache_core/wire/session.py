@@ -22,9 +22,10 @@ from lmcache_core.errors import (
 )
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, MissReason
+from lmcache_core.security import speaks_for_all_tenants
 from lmcache_core.telemetry.request_context import Tracer
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, Accepts
+from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
 from lmcache_core.wire.contexts import Contexts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.goodbye import end, error_message, say_goodbye
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 PACE_PAUSE_S = 0.02
 
 _WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
-_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING}) | _WITH_RECORD
+_REQUESTS = frozenset({FrameType.CONTAINS, FrameType.GET, FrameType.REMOVE, FrameType.PING, FrameType.HELD}) | _WITH_RECORD
 
 
 class Session:
@@ -124,7 +125,7 @@ class Session:
     def _adapt(self, capabilities: Sequence[str]) -> list[str]:
         """Serve from now on what the client can take; its capabilities that matter here."""
         store = self._service.store
-        offered = {CONTEXT} if self._handovers is None else {CONTEXT, HANDOVER}
+        offered = {CONTEXT} if self._handovers is None else {CONTEXT, HANDOVER, HELD}
         if isinstance(store, AdaptsToClients):
             self._served = store.for_client(Accepts.said_by(capabilities))
             offered.update(store.offers.capabilities())
@@ -135,7 +136,7 @@ class Session:
         store = self._service.store
         if HANDOVER in capabilities and isinstance(store, TakesHandovers):
             self._neighbour = store
-            self._handovers = store if isinstance(caller, HasRole) and caller.role == "admin" else None
+            self._handovers = store if _speaks_for_all(caller) else None
 
     async def _serve(self) -> None:
         while True:
@@ -172,7 +173,7 @@ class Session:
             return
         self._check_again_at = now + self._limits.reauthenticate_s
         caller = self._service.authenticate(self._token)
-        is_less = self._handovers is not None and not (isinstance(caller, HasRole) and caller.role == "admin")
+        is_less = self._handovers is not None and not _speaks_for_all(caller)
         if caller.tenant != self._tenant or is_less:
             raise AuthenticationError("the token belongs to another tenant or role now; connect again")
 
@@ -226,6 +227,9 @@ class Session:
                 await self._send(correlation_id, messages.Pong())
             case messages.Contains():
                 await self._send(correlation_id, messages.ContainsOk(await self._present(self._keys(message))))
+            case messages.Held():
+                keys = self._keys_of(message.keys, self._tenant_of(message))
+                await self._send(correlation_id, messages.ContainsOk(await self._present(keys)))
             case messages.Get():
                 await self._send_chunks(correlation_id, self._keys(message), message.prefix_only)
             case messages.Remove():
@@ -237,7 +241,7 @@ class Session:
 
     async def _take_over(self, correlation_id: int, message: messages.Handover) -> messages.PutOk:
         if self._handovers is None:
-            raise AuthenticationError("HANDOVER needs a token with the role admin")
+            raise AuthenticationError("HANDOVER needs a token with the role storage or admin")
         num_bytes, is_kept = self._intake.num_bytes(correlation_id), False
         try:
             answer = await self._intake.take_over(correlation_id, self._handovers, message)
@@ -277,10 +281,19 @@ class Session:
         await self._send(correlation_id, messages.GetEnd(misses))
 
     def _keys(self, message: messages.Contains | messages.Get | messages.Remove) -> list[ChunkKey]:
-        if len(message.keys) > self._limits.max_batch:
-            raise IdentityError(f"{len(message.keys)} keys; the limit is {self._limits.max_batch}")
-        tenant = self._tenant_for(message)
-        return [ChunkKey(tenant, CacheEngineKey.from_canonical(key)) for key in message.keys]
+        return self._keys_of(message.keys, self._tenant_for(message))
+
+    def _keys_of(self, keys: Sequence[bytes], tenant: str) -> list[ChunkKey]:
+        if len(keys) > self._limits.max_batch:
+            raise IdentityError(f"{len(keys)} keys; the limit is {self._limits.max_batch}")
+        return [ChunkKey(tenant, CacheEngineKey.from_canonical(key)) for key in keys]
+
+    def _tenant_of(self, message: messages.Held) -> str:
+        """The tenant that HELD names, for a caller that may speak for it."""
+        if self._handovers is None:
+            raise AuthenticationError("HELD needs a token with the role storage or admin")
+        self._tenant_for(message)  # counts against the caller's rate
+        return message.tenant
 
     def _tenant_for(self, message: Message) -> str:
         """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
@@ -299,6 +312,10 @@ def _of_context(told: int, header: FrameHeader | None) -> FrameHeader | None:
     if header is not None and header.correlation_id != told:
         raise ProtocolError(f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it does not belong")
     return header
+
+
+def _speaks_for_all(caller: HasTenant) -> bool:
+    return isinstance(caller, HasRole) and speaks_for_all_tenants(caller.role)
 
 
 def _tenant_by_ticket(verify_ticket: VerifyTicket | None, client: str, message: Message) -> str:

@@ -52,13 +52,28 @@ class Neighbours:
         return {chunk.key: False for chunk in chunks} | {chunk.key: is_there for chunk, is_there in zip(able, stored, strict=True)}
 
     async def still_there(self, member: Member, keys: Sequence[ChunkKey], timeout_s: float) -> list[ChunkKey]:
-        """Those that it will not lose, as far as can be asked: for other tenants' chunks, that it is there itself. Raises as `send`."""
-        await member.client.ping(timeout_s)
-        missing = set(await self.missing_there(member, [key for key in keys if key.tenant == self._tenant], timeout_s))
-        return [key for key in keys if key not in missing]
+        """Those that it says it holds, to stay: only these may be forgotten here. Raises as `send`."""
+        return [key for key, is_there in (await self._asked(member, keys, timeout_s)).items() if is_there]
 
     async def missing_there(self, member: Member, keys: Sequence[ChunkKey], timeout_s: float) -> list[ChunkKey]:
-        """Those that need to be sent. Whether a chunk of another tenant is there cannot be asked. Raises as `send`."""
-        ours = [key for key in keys if key.tenant == self._tenant]
-        present = {key for key, is_there in zip(ours, await member.client.contains(ours, timeout_s), strict=True) if is_there}
-        return [key for key in keys if key not in present]
+        """Those that need to be sent: it does not say that it holds them. Raises as `send`."""
+        present = await self._asked(member, keys, timeout_s)
+        return [key for key in keys if not present[key]]
+
+    async def _asked(self, member: Member, keys: Sequence[ChunkKey], timeout_s: float) -> dict[ChunkKey, bool]:
+        """Which it says it holds. A server of an earlier version, or one that does not let us speak for other tenants, says
+        nothing of their chunks: these do not count as held.
+        """
+        by_tenant: dict[str, list[ChunkKey]] = {}
+        for key in keys:
+            by_tenant.setdefault(key.tenant, []).append(key)
+        found = dict.fromkeys(keys, False)
+        client = member.client
+        if not client.is_connected:
+            await client.ping(timeout_s)  # whether it can be asked is known once it is connected
+        for tenant, part in by_tenant.items():
+            if client.answers_held:
+                found |= zip(part, await client.holds(tenant, part, timeout_s), strict=True)
+            elif tenant == self._tenant:
+                found |= zip(part, await client.contains(part, timeout_s), strict=True)
+        return found

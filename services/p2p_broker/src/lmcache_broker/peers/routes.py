@@ -14,7 +14,7 @@ router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
 
 @router.put("/peers/{peer_id}", summary="Register a peer, or renew its lease")
 async def announce(peer_id: PeerIdPath, body: AnnounceBody, principal: ClientPrincipal, parts: Parts) -> LeaseView:
-    """A client's peer serves its own tenant, an admin's serves all of them."""
+    """A client's peer is a sidecar of its tenant. Storage servers (role `storage`) and an admin's peers serve all tenants."""
     ttl_ms = parts.settings.default_lease_ttl_ms if body.ttl_ms is None else body.ttl_ms
     drain = None if body.drain is None else body.drain.to_report()
     peer = body.to_peer(peer_id)

@@ -9,14 +9,18 @@ from typing import Final
 
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import DrainReport, Lease, Peer, PeerFigures, PeerStatus, parse_distributed_url
-from lmcache_core.security import Principal
-from lmcache_servicekit.errors import ConflictError, NotFoundError
+from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
 
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.shared import SharedPeer
 
 SHARED_OWNER: Final = "*"
-"""Owner of peers that an admin registered: they serve every tenant. No tenant can have this name."""
+"""Owner of peers that serve every tenant: storage servers, and what an admin registered.
+
+No tenant can have this name.
+"""
+STORAGE_KIND: Final = "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,11 @@ class Census:
 class PeerDirectory:
     """Live peers by owner and id.
 
-    A client's peers belong to its tenant, an admin's serve every tenant. A principal sees its tenant's peers and the shared ones; where
-    both have an id, the tenant's own comes first. So no tenant can see, replace or squat on another one's peers.
+    A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant. A principal sees its tenant's peers and
+    the shared ones; where both have an id, the tenant's own comes first. So no tenant can see, replace or squat on another one's peers.
+
+    Storage servers show each other their tokens and hand each other all tenants' chunks. Who is one
+    is therefore never what a client says: `may_register`.
 
     Args:
         limits: Bounds.
@@ -79,9 +86,13 @@ class PeerDirectory:
         """Register a peer or renew its lease. A drain lasts for the incarnation, whoever asked for it.
 
         Raises:
+            PermissionDeniedError: The caller's role does not register peers of that kind.
             ConflictError: A newer incarnation is live: the caller is a left-over process.
             CapacityError: It is new and the directory, or its owner's share, is full.
         """
+        if not may_register(principal, peer):
+            needed = "storage" if peer.kind == STORAGE_KIND else "client"
+            raise PermissionDeniedError(f"kind={peer.kind}: needs a token with the role {needed} (or admin), this one has {principal.role}")
         now_s = self._clock()
         key = (owner_of(principal), peer.id)
         ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
@@ -100,7 +111,7 @@ class PeerDirectory:
             record.draining = record.draining or draining
         record.drain, record.figures = drain, figures
         sighted = self._records.get((SHARED_OWNER, peer.id))
-        if sighted is not None and sighted is not record and sighted.peer.incarnation == 0:
+        if sighted is not None and sighted is not record and _is_sighting_of(sighted, peer):
             self.forget(sighted)
         return Lease(ttl_ms, record.draining)
 
@@ -153,7 +164,8 @@ class PeerDirectory:
             CapacityError: It is new and the directory, or its owner's share, is full.
         """
         now_s = self._clock()
-        if any(record.peer.incarnation > 0 for record in self.at(peer.id, peer.distributed_url)):
+        found = self.at(peer.id, peer.distributed_url)
+        if any(record.peer.incarnation > 0 and record.peer.kind == peer.kind for record in found):
             sighted = self._records.get((owner, peer.id))
             if sighted is not None and sighted.peer.incarnation == 0:
                 self.forget(sighted)
@@ -193,6 +205,8 @@ class PeerDirectory:
         """
         now_s = self._clock()
         for shared in peers:
+            if shared.peer.kind == STORAGE_KIND and shared.owner != SHARED_OWNER:
+                continue  # what a broker of an earlier version took from a client
             key = (shared.owner, shared.peer.id)
             known = self._live(key, now_s)
             if known is not None and shared.peer.incarnation < known.peer.incarnation:
@@ -264,7 +278,7 @@ class PeerDirectory:
     def _forget_sightings_of(self, record: PeerRecord) -> None:
         """It speaks for itself now, whoever it was taken to belong to."""
         for other in self.at(record.peer.id, record.peer.distributed_url):
-            if other is not record and other.peer.incarnation == 0:
+            if other is not record and _is_sighting_of(other, record.peer):
                 self.forget(other)
 
     def _make_room(self, owner: str, now_s: float) -> None:
@@ -277,4 +291,14 @@ class PeerDirectory:
 
 def owner_of(principal: Principal) -> str:
     """Who the peers belong to that `principal` registers."""
-    return SHARED_OWNER if principal.role == "admin" else principal.tenant
+    return SHARED_OWNER if speaks_for_all_tenants(principal.role) else principal.tenant
+
+
+def may_register(principal: Principal, peer: Peer) -> bool:
+    """Whether a caller may register a peer of that kind: clients register sidecars, the role `storage` storage servers, admins both."""
+    return principal.role == "admin" or (principal.role == "storage") == (peer.kind == STORAGE_KIND)
+
+
+def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
+    """Whether a peer that has registered takes the place of that record; a sidecar's never takes a storage server's."""
+    return record.peer.incarnation == 0 and record.peer.kind == peer.kind

@@ -1,0 +1,128 @@
+"""Who is taken for a storage server: one that the broker has from a token that may say so, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.wire import LmClient
+
+from tests.fixtures.replicas import replicas
+from tests.fixtures.service_process import ServiceProcess, running_service
+
+TOKENS = {
+    "acme": "acme-token-0123456789",
+    "rival": "rival-token-0123456789",
+    "servers": "servers-token-0123456789",
+}
+LOOKS = 4
+"""Times that a storage asks the broker for its peers before the test believes that nothing comes."""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Path]:
+    """The token file of all services, and the token of the storage servers."""
+    entries = [
+        f"- {{name: {name}, tenant: {name}, role: {'storage' if name == 'servers' else 'client'}, "
+        f"token_sha256: {hashlib.sha256(token.encode()).hexdigest()}}}"
+        for name, token in TOKENS.items()
+    ]
+    (tmp_path / "tokens.yaml").write_text("tokens:\n" + "\n".join(entries))
+    (tmp_path / "token").write_text(TOKENS["servers"])
+    return {"auth_tokens_file": tmp_path / "tokens.yaml"}
+
+
+@pytest.fixture
+def broker(tmp_path: Path, options: dict[str, Path]) -> Iterator[ServiceProcess]:
+    (tmp_path / "broker").mkdir()
+    environ = {
+        "LMCACHE_BROKER_PORT": "0",
+        "LMCACHE_BROKER_AUTH_TOKENS_FILE": str(options["auth_tokens_file"]),
+    }
+    with running_service("lmcache_broker", tmp_path / "broker", environ) as service:
+        yield service
+
+
+class Listener:
+    """Takes what comes, and answers nothing.
+
+    Attributes:
+        received: Bytes of all connections.
+        num_connections: How many there were.
+    """
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.num_connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        while data := await reader.read(65536):
+            self.received += data
+        writer.close()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Listener, int]]:
+    listener = Listener()
+    server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
+    try:
+        yield listener, server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def announce(broker: ServiceProcess, token: str, peer_id: str, kind: str, port: int) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as rest:
+        body = {"incarnation": 1, "kind": kind, "distributed_url": f"lm://127.0.0.1:{port}"}
+        headers = {"authorization": f"Bearer {TOKENS[token]}"}
+        return await rest.put(f"/v1/peers/{peer_id}", json=body, headers=headers)
+
+
+async def test_a_client_is_no_storage_server(tmp_path: Path, options: dict[str, Path], broker: ServiceProcess) -> None:
+    """Neither the token of the servers nor a chunk leaves for an address that a client names."""
+    shown = {"service_token_file": tmp_path / "token", "tenant": "servers"}
+    async with listening() as (listener, port), replicas(tmp_path, 1, broker_url=broker.url, **options, **shown) as (made, _):
+        made.replicas_url = None
+        await made.start(0)
+        for tenant in ("acme", "rival"):
+            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant])
+            assert await client.put([make_chunk(i) for i in range(8)]) == [True] * 8
+            await client.close()
+        for tenant in ("acme", "rival"):
+            for peer_id in ("rogue", "storage-0"):
+                refused = await announce(broker, tenant, peer_id, "storage", port)
+                assert refused.status_code == 403, refused.text
+                assert "role storage" in refused.json()["detail"]
+                taken = await announce(broker, tenant, peer_id, "sidecar", port)
+                assert taken.status_code == 200
+        await asyncio.sleep(2 * LOOKS)
+        assert await made.stop(0) == [0]
+        assert (listener.num_connections, listener.received) == (0, b"")
+
+
+async def test_servers_of_the_role_storage_find_one_another_and_move_chunks_of_all(
+    tmp_path: Path, options: dict[str, Path], broker: ServiceProcess
+) -> None:
+    shown = {"service_token_file": tmp_path / "token", "tenant": "servers"}
+    async with replicas(tmp_path, 2, broker_url=broker.url, **options, **shown) as (made, _):
+        made.replicas_url = None
+        await made.start(0, 1)
+        for tenant in ("acme", "rival"):
+            client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant])
+            assert await client.put([make_chunk(tenant)]) == [True]
+            await client.close()
+        async with asyncio.timeout(20):
+            while "the servers of the broker are storage-0" not in made.services[1].output:
+                await asyncio.sleep(0.05)
+        assert await made.stop(1) == [0]
+        for tenant in ("acme", "rival"):
+            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant])
+            assert await client.contains([make_key(tenant)]) == [True]
+            await client.close()
