@@ -31,6 +31,7 @@ class HotTier(RuleBasedStateMachine):
         self.model: dict[ChunkKey, tuple[bytes, float]] = {}
         self.readers: list[tuple[Chunk, bytes]] = []
         self.loose: list[MemoryObj] = []
+        self.announced: list[tuple[MemoryObj, str]] = []
         self.gone: list[ChunkKey] = []
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), has_ttl=st.booleans(), has_quotas=st.booleans())
@@ -54,10 +55,14 @@ class HotTier(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(name=NAMES, size=SIZES, tenant=TENANTS, is_foreign=st.booleans())
-    def put(self, name: int, size: int, tenant: str, is_foreign: bool) -> None:
+    @rule(name=NAMES, size=SIZES, tenant=TENANTS, source=st.sampled_from(["foreign", "ours", "announced"]))
+    def put(self, name: int, size: int, tenant: str, source: str) -> None:
         data = make_payload(name, size)
-        memory = None if is_foreign else self.hot.allocate(size)
+        memory = None
+        if source == "ours":
+            memory = self.hot.allocate(size)
+        elif source == "announced":
+            memory = self.hot.receive(size, tenant)
         if memory is None:
             chunk = make_chunk(name, tenant, data)
         else:
@@ -100,6 +105,24 @@ class HotTier(RuleBasedStateMachine):
         memory = self.hot.allocate(size)
         if memory is not None:
             self.loose.append(memory)
+
+    @rule(size=SIZES, tenant=TENANTS)
+    def announce(self, size: int, tenant: str) -> None:
+        """Memory whose bytes never come: it costs others nothing where its tenant has a quota and is at it."""
+        quota = None if self.limits.quotas is None else self.limits.quotas.of(tenant)
+        held, past = dict(self.hot.held()), {key for key in self.model if self.is_past(key)}
+        memory = self.hot.receive(size, tenant)
+        lost = held.keys() - dict(self.hot.held()).keys()
+        if quota is not None and sum(held[key] for key in held if key.tenant == tenant) + size > quota:
+            assert all(key.tenant == tenant or key in past for key in lost)
+        if memory is None:
+            return
+        self.loose.append(memory)
+        self.announced.append((memory, tenant))
+        self.announced = [entry for entry in self.announced if entry[0].get_ref_count() > 0]
+        own = [each.metadata.phy_size for each, whose in self.announced if whose == tenant]
+        assert quota is None or sum(own) - own[-1] + size <= quota
+        assert len(own) == 1 or sum(own) - own[-1] + size <= self.hot.stats()["capacity_bytes"] // 2
 
     @rule()
     def give_memory_back(self) -> None:

@@ -101,7 +101,7 @@ BAD_BODIES = {
     "empty": (b"", "short"),
     "half a prefix": (make_record("a")[:10], "short"),
     "half a head": (make_record("a")[:300], "short"),
-    "half a payload": (make_record("a")[:-1], "digest"),
+    "half a payload": (make_record("a")[:-1], "bounds"),
     "bytes behind it": (make_record("a") + b"x", "bounds"),
     "two records": (make_record("a") + make_record("a"), "bounds"),
     "no record": (b"{}" * 500, "short"),
@@ -148,7 +148,12 @@ async def test_a_head_that_promises_too_much_takes_no_memory(rest: httpx.AsyncCl
     header = make_chunk("a", payload=bytes(100 << 20)).header
     head = encode_head(header, 100 << 20)
     assert len(head) == len(chunk.head)
-    assert_problem(await rest.put(f"/v1/chunks/{A}", content=head + b"little"), 507, "capacity")
+    assert_problem(await rest.put(f"/v1/chunks/{A}", content=head + b"little"), 422, "bad-record")
+
+    async def undeclared() -> AsyncIterator[bytes]:
+        yield head + b"little"
+
+    assert_problem(await rest.put(f"/v1/chunks/{A}", content=undeclared()), 413, "too-large")
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 

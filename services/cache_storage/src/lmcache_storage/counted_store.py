@@ -32,9 +32,9 @@ class CountedStore(WrappedStore):
         """The same chunks for whoever looks at them and sends them to nobody."""
         return self._store
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
         """See `ServedStore.allocate`."""
-        memory = self._store.allocate(num_bytes)
+        memory = self._store.allocate(num_bytes, tenant)
         if memory is None:
             self._counters.add(metrics.REFUSED_CHUNKS_TOTAL)
         return memory

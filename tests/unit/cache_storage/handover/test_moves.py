@@ -54,8 +54,8 @@ class Taking(MemoryStore):
         super().__init__()
         self.order: list[ChunkKey] = []
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
-        return super().allocate(num_bytes) if self.takes else None
+    def allocate(self, num_bytes: int, tenant: str = "default") -> MemoryObj | None:
+        return super().allocate(num_bytes, tenant) if self.takes else None
 
     def has_room(self, num_bytes: int) -> bool:
         return self.room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory import ArenaAllocator, MemoryObj
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
@@ -201,3 +201,60 @@ def test_the_head_of_a_chain_outlives_its_tail(removed):
         chunk.release()
     put(hot, "x", "y")
     assert removed == [chain[7], chain[6]]
+
+
+def receive(hot: LocalCPUBackend, tenant: str, slots: float = 1) -> MemoryObj | None:
+    return hot.receive(int(slots * SLOT_BYTES), tenant)
+
+
+def test_what_is_on_its_way_in_counts_against_its_tenants_quota(hot, removed):
+    put(hot, *range(NUM_SLOTS - QUOTA_SLOTS))
+    lent = [receive(hot, "small") for _ in range(QUOTA_SLOTS)]
+    assert None not in lent
+    assert receive(hot, "small") is None
+    assert hot.stats()["quota_refused_chunks"] == 1
+    assert not removed
+    lent[0].ref_count_down()
+    lent[0] = receive(hot, "small")
+    assert lent[0] is not None, "what was given back counts no more"
+    for memory in lent:
+        memory.ref_count_down()
+
+
+def test_who_is_at_its_quota_gives_up_its_own_for_what_it_announces(hot, removed):
+    own = put(hot, *"abcd", tenant="small")
+    put(hot, *range(NUM_SLOTS - QUOTA_SLOTS))
+    memory = receive(hot, "small")
+    assert memory is not None
+    assert removed == own[-1:], "the last of a batch is the coldest"
+    memory.ref_count_down()
+
+
+def test_nothing_is_given_up_for_what_could_never_be_held(hot, removed):
+    put(hot, *range(NUM_SLOTS))
+    assert receive(hot, "small", QUOTA_SLOTS + 1) is None
+    assert receive(hot, "default", NUM_SLOTS + 1) is None
+    assert not removed
+
+
+def test_without_a_quota_one_tenant_is_lent_half_and_all_together_three_quarters():
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy("lru"))
+    lent = [receive(hot, tenant) for tenant in ("a", "b", "c") for _ in range(NUM_SLOTS)]
+    given = [sum(memory is not None for memory in lent[at : at + NUM_SLOTS]) for at in (0, NUM_SLOTS, 2 * NUM_SLOTS)]
+    assert given == [NUM_SLOTS // 2, NUM_SLOTS // 4, 0]
+    for memory in lent:
+        if memory is not None:
+            memory.ref_count_down()
+    whole = receive(hot, "a", NUM_SLOTS)
+    assert whole is not None, "a record that needs more is taken when no other comes in"
+    whole.ref_count_down()
+
+
+def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
+    for name in "abcd":
+        chunk = make_chunk(name, tenant="small", allocate=lambda num_bytes: hot.receive(num_bytes, "small"))
+        assert hot.put_many([chunk]) == [True]
+        chunk.release()
+    memory = receive(hot, "small")
+    assert memory is not None
+    memory.ref_count_down()

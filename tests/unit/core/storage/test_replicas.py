@@ -29,7 +29,7 @@ class Server(MemoryStore):
 
     takes = True
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
+    def allocate(self, num_bytes: int, tenant: str = "default") -> MemoryObj | None:
         return super().allocate(num_bytes) if self.takes else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -240,13 +241,13 @@ async def test_without_a_hot_tier_chunks_only_pass_through(arena: ArenaAllocator
 async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierStack) -> None:
     is_open = True
     store = LocalStore(stack, lambda: is_open)
-    chunk = make_chunk("a", allocate=store.allocate)
+    chunk = make_chunk("a", allocate=partial(store.allocate, tenant="default"))
     assert await store.put(chunk)
     chunk.release()
     assert await store.contains([make_key("a"), make_key("b")]) == [True, False]
     assert payloads(await store.get([make_key("a")])) == [make_payload("a")]
     is_open = False
-    assert store.allocate(10) is None
+    assert store.allocate(10, "default") is None
     other = make_chunk("b")
     assert not await store.put(other)
     assert payloads(await store.get([make_key("a")])) == [make_payload("a")]

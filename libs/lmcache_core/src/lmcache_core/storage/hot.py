@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_VICTIMS_PER_ALLOCATION = 1024
 """Chunks looked at before an allocation gives up; the next one goes on where it stopped."""
+RECEIVING_SHARE = 2
+"""What is on its way in for one tenant may hold one part in this many of the memory."""
+KEPT_SHARE = 4
+"""One part in this many is not lent to what is on its way in, whoever sends it."""
 MAX_EXPIRED_PER_CALL = 16
 """Chunks whose time is over that a call forgets on its way; more than one, so that they do not pile up."""
 
@@ -80,6 +84,7 @@ class LocalCPUBackend(StorageBackend):
         self._lock = threading.Lock()
         self._table = HotTable(Ledger(policy, limits, clock))
         self._num_failed_allocations = 0
+        self._incoming: list[tuple[MemoryObj, str]] = []
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
         """Memory for a payload, by eviction if need be; one reference owned by the caller. None when there is no room."""
@@ -104,6 +109,57 @@ class LocalCPUBackend(StorageBackend):
             self._num_failed_allocations += memory_obj is None
         self._report(gone)
         return memory_obj
+
+    def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
+        """Memory for a payload that a tenant has announced; one reference owned by the caller.
+
+        The bytes may never come. Until they are a chunk, the memory counts against the tenant: against
+        its quota, for which it gives up its own chunks and nobody else's, and against a part of the tier.
+
+        Args:
+            num_bytes: As announced.
+            tenant: Who will store it.
+
+        Returns:
+            None when there is no room, or no more for that tenant; nothing was then given up for it by others.
+        """
+        gone: list[ChunkKey] = []
+        with self._lock:
+            self._incoming = [entry for entry in self._incoming if entry[0].get_ref_count() > 0]
+            own = sum(memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant)
+            of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
+            memory_obj = None
+            if self._may_receive(num_bytes, own, of_all, tenant):
+                memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
+                if memory_obj is None:
+                    is_over = self._table.is_over_quota(tenant, own + num_bytes)
+                    for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
+                        gone.append(key)
+                        memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
+                        if memory_obj is not None:
+                            break
+            if memory_obj is None:
+                self._num_failed_allocations += 1
+            else:
+                self._incoming.append((memory_obj, tenant))
+        self._report(gone)
+        return memory_obj
+
+    def _may_receive(self, num_bytes: int, own: int, of_all: int, tenant: str) -> bool:
+        """Whether a tenant may be lent so much more.
+
+        Args:
+            num_bytes: What it asks for.
+            own: What it has been lent.
+            of_all: What all have been lent.
+            tenant: Who.
+        """
+        capacity = self._memory.capacity_bytes
+        if num_bytes > capacity or self._table.could_never_hold(tenant, own + num_bytes):
+            return False
+        if own and own + num_bytes > capacity // RECEIVING_SHARE:
+            return False
+        return not of_all or of_all + num_bytes <= capacity - capacity // KEPT_SHARE
 
     def get_many(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
         """The chunks that are held, None for the others; each with a reference of its own, owned by the caller.
@@ -257,6 +313,7 @@ class LocalCPUBackend(StorageBackend):
                 if kept.stored_at is None:
                     kept.stored_at = self._clock()
                 self._table.put(kept)
+                self._incoming = [entry for entry in self._incoming if entry[0] is not memory_obj]
                 if self._on_kept is not None:
                     self._on_kept(kept)
         if not is_admitted:

@@ -78,6 +78,18 @@ class HotTable:
             self._ledger.refuse()
         return is_admitted
 
+    def is_over_quota(self, tenant: str, more_bytes: int) -> bool:
+        """See `Ledger.is_over_quota`."""
+        return self._ledger.is_over_quota(tenant, more_bytes)
+
+    def could_never_hold(self, tenant: str, num_bytes: int) -> bool:
+        """Whether so much is more than that tenant's whole quota; counted as refused by it."""
+        quota = self._ledger.quota(tenant)
+        is_more = quota is not None and num_bytes > quota
+        if is_more:
+            self._ledger.refuse()
+        return is_more
+
     def put(self, chunk: Chunk) -> None:
         """Hold a chunk that has been admitted, in the place of an older one; its reference passes to the table."""
         self.remove(chunk.key)

@@ -34,9 +34,9 @@ class LocalStore:
         self._accepts_puts = accepts_puts
         self._timeout_s = timeout_s
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
         """See `ServedStore.allocate`."""
-        return self._stack.allocate(num_bytes) if self._accepts_puts() else None
+        return self._stack.receive(num_bytes, tenant) if self._accepts_puts() else None
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `ServedStore.contains`."""

@@ -22,9 +22,9 @@ class WrappedStore:
     def __init__(self, store: ServedStore) -> None:
         self._store = store
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
         """See `ServedStore.allocate`."""
-        return self._store.allocate(num_bytes)
+        return self._store.allocate(num_bytes, tenant)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `ServedStore.contains`."""

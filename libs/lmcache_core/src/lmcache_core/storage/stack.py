@@ -103,6 +103,10 @@ class TierStack:
         """Arena memory, by eviction if need be; one reference owned by the caller."""
         return self.hot.allocate(num_bytes)
 
+    def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
+        """See `LocalCPUBackend.receive`."""
+        return self.hot.receive(num_bytes, tenant)
+
     async def batched_tiers(
         self, keys: Sequence[ChunkKey], timeout_s: float = DEFAULT_TIMEOUT_S, search_range: Sequence[str] | None = None
     ) -> list[str | None]:

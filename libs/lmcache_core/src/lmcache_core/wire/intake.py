@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import ChunkKey
@@ -28,13 +29,16 @@ class Intake:
         self._stream = stream
         self._arrived: dict[int, Received | Miss] = {}
 
-    async def receive(self, header: FrameHeader, store: ServedStore, message: Message, handovers: TakesHandovers | None) -> None:
+    async def receive(
+        self, header: FrameHeader, store: ServedStore, message: Message, tenant: str, handovers: TakesHandovers | None
+    ) -> None:
         """Take a record off the stream. It then has an owner, whatever becomes of its request: this object.
 
         Args:
             header: Of its frame.
             store: Where its memory comes from.
             message: Its frame's.
+            tenant: Of the connection; a HANDOVER names its own.
             handovers: Takes handovers; None where this client may not hand anything over.
 
         Raises:
@@ -46,7 +50,9 @@ class Intake:
             if not message.may_evict and not handovers.has_room(header.blob_bytes):
                 await self.refuse(header, MissReason.NO_MEMORY)
                 return
-        self._arrived[header.correlation_id] = await IncomingRecord(self._stream, header.blob_bytes, store.allocate).receive(None)
+            tenant = message.tenant
+        allocate = partial(store.allocate, tenant=tenant)
+        self._arrived[header.correlation_id] = await IncomingRecord(self._stream, header.blob_bytes, allocate).receive(None)
 
     async def refuse(self, header: FrameHeader, reason: MissReason) -> None:
         """Take a record off the stream that will not be kept."""

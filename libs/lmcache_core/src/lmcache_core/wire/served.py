@@ -19,8 +19,13 @@ from lmcache_core.wire.messages import MAX_BATCH_KEYS
 class ServedStore(Protocol):
     """Where a server keeps chunks. Failures of the store as a whole are raised as `UnavailableError`."""
 
-    def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Memory for a payload on its way in, one reference owned by the caller; None when there is no room."""
+    def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
+        """Memory for a payload on its way in, one reference owned by the caller; None when there is no room.
+
+        Args:
+            num_bytes: As announced; perhaps more than ever comes.
+            tenant: Who will store it, and whom the memory counts against.
+        """
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of them are there."""

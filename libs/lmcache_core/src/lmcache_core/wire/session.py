@@ -153,7 +153,7 @@ class Session:
             if header.blob_bytes > self._limits.max_blob_bytes:
                 raise ProtocolError(f"a blob of {header.blob_bytes} bytes; the limit is {self._limits.max_blob_bytes}")
             self._last_id = header.correlation_id
-            async with asyncio.timeout(self._limits.transfer_s(header.blob_bytes)):
+            async with self._stream.paced(self._limits.transfer_s):
                 message = await self._stream.read_message(header)
                 if header.type in _WITH_RECORD:
                     await self._receive_record(header, message)
@@ -199,7 +199,7 @@ class Session:
         elif isinstance(message, messages.Handover) and self._handovers is not None and not await _paced(self._limits, self._tenant):
             await self._intake.refuse(header, MissReason.UNAVAILABLE)
         else:
-            await self._intake.receive(header, self._served, message, self._handovers)
+            await self._intake.receive(header, self._served, message, self._tenant, self._handovers)
 
     async def _answer(self, correlation_id: int, message: Message, work: AbstractContextManager[None]) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import cast
 
 from lmcache_core.errors import UnavailableError
@@ -91,6 +92,12 @@ class FrameStream(asyncio.BufferedProtocol):
         num_staged = min(self.num_staged, num_bytes)
         self._consume(num_staged)
         await self._receive(num_bytes - num_staged, None)
+
+    @asynccontextmanager
+    async def paced(self, transfer_s: Callable[[int], float]) -> AsyncIterator[None]:
+        """Bound the time of reads by what has come, not by what was announced: see `paced`."""
+        async with paced(transfer_s, lambda: self.num_received):
+            yield
 
     def forget_target(self) -> None:
         """Let the long read that is under way drop its bytes: its memory is not touched from here on."""
@@ -268,6 +275,35 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start += num_bytes
         if self._start == self._end:
             self._start = self._end = 0
+
+
+@asynccontextmanager
+async def paced(transfer_s: Callable[[int], float], num_received: Callable[[], int]) -> AsyncIterator[None]:
+    """Raise TimeoutError as soon as bytes have come more slowly than they may.
+
+    A sender that announces much and sends little is so given the time of what it sends.
+
+    Args:
+        transfer_s: Longest time for so many bytes.
+        num_received: Bytes that have come, before and during this.
+    """
+    loop = asyncio.get_running_loop()
+    began, before = loop.time(), num_received()
+    next_look = loop.call_at(began + transfer_s(0), lambda: look())
+
+    def look() -> None:
+        nonlocal next_look
+        due = began + transfer_s(num_received() - before)
+        if due <= loop.time():
+            limit.reschedule(loop.time())
+        else:
+            next_look = loop.call_at(due, look)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            yield
+    finally:
+        next_look.cancel()
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from lmcache_core.errors import CapacityError, RecordError
@@ -12,9 +13,11 @@ from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
 from lmcache_core.storage.remote.record_stream import PiecedBody, RecordStream
 from lmcache_core.wire import AdaptsToClients, ServedStore, ServerLimits
 from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.stream import paced
 from lmcache_servicekit.errors import NotFoundError
 
-from lmcache_storage.problems import DrainingError, SlowClientError
+from lmcache_storage.chunks.bodies import IncomingBody
+from lmcache_storage.problems import DrainingError, RecordTooLargeError, SlowClientError
 
 
 class Gate:
@@ -73,13 +76,13 @@ class ChunkService:
         self.gate = gate
         self.limits = limits
 
-    async def put(self, tenant: str, url_key: str, body: AsyncIterator[bytes]) -> bool:
+    async def put(self, tenant: str, url_key: str, body: IncomingBody) -> bool:
         """Keep the record that a body brings; its payload goes straight into the arena and is verified there.
 
         Args:
             tenant: Who stores it.
             url_key: Its key, in URL spelling.
-            body: The record, in pieces of any size.
+            body: The record.
 
         Returns:
             Whether the chunk is new in memory and on disk.
@@ -87,6 +90,7 @@ class ChunkService:
         Raises:
             IdentityError: That is no key.
             RecordError: The body is not one intact record of that key.
+            RecordTooLargeError: It declares more than a record may have here.
             CapacityError: There is no room for it.
             DrainingError: This instance takes no new chunks.
             SlowClientError: The body did not arrive in time.
@@ -131,8 +135,8 @@ class ChunkService:
         if not await self.store.remove([_chunk_key(tenant, url_key)]):
             raise NotFoundError("the chunk is not here")
 
-    async def _receive(self, key: ChunkKey, body: AsyncIterator[bytes]) -> Chunk:
-        records = RecordStream(PiecedBody(body))
+    async def _receive(self, key: ChunkKey, body: IncomingBody) -> Chunk:
+        records = RecordStream(PiecedBody(body.pieces()))
         try:
             async with asyncio.timeout(self.limits.transfer_s(0)):
                 head = await records.next_head()
@@ -140,8 +144,9 @@ class ChunkService:
                 raise RecordError(RecordReason.SHORT, "the body does not begin with the intact head of a record")
             if head.header.key != key.key.canonical():
                 raise RecordError(RecordReason.WRONG_KEY, "the record has another key than the path")
-            async with asyncio.timeout(self.limits.transfer_s(head.payload_bytes)):
-                result = await records.chunk(key, self.store.allocate)
+            _check_length(len(head.head) + head.payload_bytes, body.num_bytes, self.limits.max_blob_bytes)
+            async with paced(self.limits.transfer_s, lambda: body.num_received):
+                result = await records.chunk(key, partial(self.store.allocate, tenant=key.tenant))
             if isinstance(result, Miss):
                 raise _refusal(result, head.payload_bytes)
             await self._expect_end(records, result)
@@ -167,6 +172,19 @@ def chunk_keys(tenant: str, url_keys: Sequence[str]) -> list[ChunkKey]:
 
 def _chunk_key(tenant: str, url_key: str) -> ChunkKey:
     return ChunkKey(tenant, CacheEngineKey.from_url(url_key))
+
+
+def _check_length(num_bytes: int, declared: int | None, max_bytes: int) -> None:
+    """Compare the size that a head declares with that of its body, before memory is taken for it.
+
+    Raises:
+        RecordError: They differ.
+        RecordTooLargeError: It is more than a record may have here.
+    """
+    if declared is not None and num_bytes != declared:
+        raise RecordError(RecordReason.BOUNDS, f"the head declares a record of {num_bytes} bytes, the body has {declared}")
+    if num_bytes > max_bytes:
+        raise RecordTooLargeError(f"the head declares a record of {num_bytes} bytes; at most {max_bytes} are taken (max_record_mb)")
 
 
 def _refusal(miss: Miss, payload_bytes: int) -> RecordError | CapacityError:

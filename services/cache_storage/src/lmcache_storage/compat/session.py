@@ -176,12 +176,12 @@ class CompatSession:
 
     async def _receive(self, view: memoryview, what: str) -> None:
         with self._expecting(f"the rest of {what}"):
-            async with asyncio.timeout(self._limits.transfer_s(len(view))):
+            async with self._stream.paced(self._limits.transfer_s):
                 await self._stream.readinto(view)
 
     async def _discard(self, num_bytes: int) -> None:
         with self._expecting("the rest of a value"):
-            async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
+            async with self._stream.paced(self._limits.transfer_s):
                 await self._stream.discard(num_bytes)
 
     async def _send(self, header: bytes, value: memoryview | None = None) -> None:

@@ -49,7 +49,7 @@ class ForeignValues:
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
         """See `ServedStore.allocate`."""
-        return self._store.allocate(num_bytes)
+        return self._store.allocate(num_bytes, self._tenant)
 
     async def contains(self, key: str) -> bool:
         """Whether there is a value of that name."""

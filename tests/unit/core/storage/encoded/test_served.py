@@ -36,7 +36,7 @@ def store(lossless: ZlibCodec, lossy: ZlibCodec) -> Iterator[MemoryStore]:
         decoded_from_lossy(make_chunk("decoded", payload=DATA)).sealed(),
     ]
     for chunk in chunks:
-        memory = store.allocate(chunk.memory.get_size())
+        memory = store.allocate(chunk.memory.get_size(), chunk.key.tenant)
         assert memory is not None
         memory.byte_array[:] = chunk.memory.byte_array
         store.chunks[chunk.key] = chunk.moved(memory, "Hot")

@@ -1,0 +1,84 @@
+"""Memory for what was announced and does not come is given back when the bytes are overdue, not when all of them would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+from lmcache_core.testing.chunks import make_chunk, make_key
+from lmcache_core.wire import ServerLimits
+from lmcache_core.wire.messages import Put, PutOk, build_frame
+from lmcache_storage.chunks.bodies import IncomingBody
+from lmcache_storage.chunks.service import ChunkService, Gate
+from lmcache_storage.problems import SlowClientError
+
+from tests.fixtures.compat import PUT, listening, request_bytes
+from tests.fixtures.wire import MemoryStore, connected, serving
+
+ANNOUNCED_BYTES = 4 << 20
+RATE = 32 << 10
+SLACK_S = 0.5
+"""All of what is announced would have two minutes."""
+BOUND_S = 20.0
+LIMITS = ServerLimits(transfer_timeout_s=SLACK_S, min_bytes_per_s=RATE)
+PIECE_BYTES = 64 << 10
+
+
+def record_of(num_bytes: int) -> tuple[bytes, bytes]:
+    chunk = make_chunk("a", payload=bytes(num_bytes))
+    return chunk.head, bytes(num_bytes)
+
+
+async def test_a_stalled_put_over_lm() -> None:
+    store = MemoryStore()
+    async with serving(store, LIMITS) as server, connected(server.port) as raw:
+        await raw.hello()
+        head, payload = record_of(ANNOUNCED_BYTES)
+        await raw.send(build_frame(2, Put(), len(head) + len(payload)), head, payload[:PIECE_BYTES])
+        async with asyncio.timeout(5):
+            while not store.arena.allocator.used_bytes:
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(BOUND_S):
+            assert await raw.is_closed(BOUND_S)
+            await store.arena.until_empty()
+
+
+async def test_a_slow_put_that_keeps_its_rate_is_taken() -> None:
+    store = MemoryStore()
+    async with serving(store, LIMITS) as server, connected(server.port) as raw:
+        await raw.hello()
+        head, payload = record_of(16 * PIECE_BYTES)
+        await raw.send(build_frame(2, Put(), len(head) + len(payload)), head)
+        for at in range(0, len(payload), PIECE_BYTES):
+            await raw.send(payload[at : at + PIECE_BYTES])
+            await asyncio.sleep(0.1)  # twice as long in all as the slack alone
+        _, answer, _ = await raw.read()
+        assert answer == PutOk(True, "")
+
+
+async def test_a_stalled_value_of_an_lmcache_client() -> None:
+    limits = {"transfer_timeout_s": SLACK_S, "min_bytes_per_s": RATE}
+    async with listening(**limits) as listener, connected(listener.server.port) as raw:
+        await raw.send(request_bytes("v0.3+", PUT, "key", ANNOUNCED_BYTES) + bytes(PIECE_BYTES))
+        async with asyncio.timeout(BOUND_S):
+            assert await raw.is_closed(BOUND_S)
+            await listener.store.arena.until_empty()
+        assert listener.closed("slow") == 1
+
+
+async def test_a_stalled_body_over_rest() -> None:
+    store = MemoryStore()
+    head, payload = record_of(ANNOUNCED_BYTES)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield head + payload[:PIECE_BYTES]
+        await asyncio.Event().wait()
+
+    body = IncomingBody(SimpleNamespace(stream=stalled), len(head) + len(payload))  # type: ignore[arg-type]
+    service = ChunkService(store, store, Gate(), LIMITS)
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(SlowClientError):
+            await service.put("default", make_key("a").key.to_url(), body)
+    store.arena.check_empty()
