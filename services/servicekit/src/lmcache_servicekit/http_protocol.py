@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -13,52 +14,93 @@ MAX_HEAD_BYTES: Final = 64 << 10
 MAX_CHUNK_OVERHEAD: Final = 8
 MAX_CONNECTIONS: Final = 8192
 HEAD_TIMEOUT_S: Final = 10.0
-"""From a connection, or the first byte of a further request on it, to the end of the headers."""
+"""From a connection, or the first byte after an answer, to the end of the next request's headers.
+
+The rest of a request that was answered before it was complete counts as bytes after its answer.
+"""
+READ_BYTES: Final = 64 << 10
+PARSED_AT_ONCE: Final = 512
+"""Bytes outside of bodies; so few that they hold no more than some 30 requests."""
 
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 logger = logging.getLogger(__name__)
 
 
+class _HeldFlow(FlowControl):
+    """Reads nothing more while the connection holds requests that are not parsed yet.
+
+    Without it, a handler that waits for its body or for its caller to leave resumes reading.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
+        super().__init__(transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        """Resume reading unless bytes are held."""
+        if not self._protocol.num_held_bytes:
+            super().resume_reading()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose caller sends endless headers, or none, or that is one too many."""
+    """Ends a connection whose caller sends endless headers, or none, or that is one too many.
+
+    Pipelined requests are parsed a few at a time: while one waits for the answers before it,
+    the bytes behind it are held unparsed and nothing more is read.
+    """
 
     _num_received = 0
     _num_body = 0
     _in_head = True
-    _head_timer: asyncio.TimerHandle | None = None
+    _body_left = 0
+    _held: memoryview = memoryview(b"")
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes that were read and are not parsed yet."""
+        return len(self._held)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        self.flow = _HeldFlow(transport, self)
+        if hasattr(transport, "max_size"):  # of asyncio's own; TLS and uvloop have fixed ones
+            transport.max_size = READ_BYTES
         if len(self.connections) > MAX_CONNECTIONS:
             self._end(f"{MAX_CONNECTIONS} connections are open")
             return
-        self._await_head()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
+        self._held = memoryview(b"")
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._num_received += len(data)
-        super().data_received(data)
-        if self._in_head:
-            self._await_head()
-        beside = self._num_received - self._num_body
-        if beside <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body or self.transport.is_closing():
-            return
-        if self._in_head:
-            self.transport.write(_TOO_LARGE)
-        self._end(f"more than {MAX_HEAD_BYTES} bytes of headers")
+        self._held = memoryview(bytes(self._held) + data if self._held else data)
+        self._parse()
+
+    def on_response_complete(self) -> None:
+        """Start the next request that waits, and parse more once none does."""
+        super().on_response_complete()
+        if self._held:
+            self._parse()
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
-        self._num_received = self._num_body = 0
+        self._num_received = self._num_body = self._body_left = 0
         self._in_head = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of a request."""
+        super().on_header(name, value)
+        if self.headers[-1][0] == b"content-length":
+            self._body_left = int(value)  # the parser has refused what is no number
 
     def on_headers_complete(self) -> None:
         """The last byte of its headers."""
@@ -69,17 +111,42 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of its body."""
         self._num_body += len(body)
+        self._body_left -= len(body)
         super().on_body(body)
 
-    def _await_head(self) -> None:
+    def _parse(self) -> None:
+        while self._held and not self.pipeline and not self.transport.is_closing():
+            # Up to the end of a body there is no further request to be found.
+            size = max(PARSED_AT_ONCE, self._body_left)
+            part, self._held = self._held[:size], self._held[size:]
+            self._num_received += len(part)
+            super().data_received(part)  # type: ignore[arg-type]
+            self._check_overhead()
+        if self.transport.is_closing():
+            self._held = memoryview(b"")
+        elif self._held:
+            self.flow.pause_reading()
+        elif self.cycle is None or self.cycle.response_complete:
+            # Nothing is being answered, so these were not the last bytes of a request.
+            self._start_timer()
+
+    def _check_overhead(self) -> None:
+        beside = self._num_received - self._num_body
+        if beside <= MAX_HEAD_BYTES + MAX_CHUNK_OVERHEAD * self._num_body or self.transport.is_closing():
+            return
+        if self._in_head:
+            self.transport.write(_TOO_LARGE)
+        self._end(f"more than {MAX_HEAD_BYTES} bytes of headers")
+
+    def _start_timer(self) -> None:
         """Headers that come with their first byte, as they usually do, cost no timer."""
-        if self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end, f"no complete headers within {HEAD_TIMEOUT_S:g} s")
+        if self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end, f"no complete headers within {HEAD_TIMEOUT_S:g} s")
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _end(self, why: str) -> None:
         logger.debug("HTTP connection of %s ended: %s", self.client[0] if self.client else "somebody", why)

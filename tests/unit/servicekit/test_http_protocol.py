@@ -1,0 +1,213 @@
+"""HTTP connections of a real server on loopback: what one caller may leave waiting, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from lmcache_servicekit import http_protocol
+from lmcache_servicekit.http_protocol import PARSED_AT_ONCE, READ_BYTES, BoundedHttpProtocol
+from starlette.types import Message, Receive, Scope, Send
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+SHORTEST = b"GET /v1/x HTTP/1.1\r\n\r\n"
+MAX_WAITING = PARSED_AT_ONCE // len(SHORTEST) + 1
+PATIENCE_S = 30.0
+
+
+class Server:
+    """A server, and what it has of its one connection.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(self, server: uvicorn.Server, port: int) -> None:
+        self._server = server
+        self.port = port
+
+    @property
+    def protocol(self) -> BoundedHttpProtocol:
+        [protocol] = self._server.server_state.connections
+        assert isinstance(protocol, BoundedHttpProtocol)
+        return protocol
+
+
+@asynccontextmanager
+async def serving(app: App) -> AsyncIterator[Server]:
+    config = uvicorn.Config(app, port=0, http=BoundedHttpProtocol, lifespan="off", ws="none", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield Server(server, server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        server.force_exit = True  # a failed test leaves connections open
+        async with asyncio.timeout(PATIENCE_S):
+            await task
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request"}
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the path and the body."""
+    body = scope["path"].encode() + b":"
+    more = True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def deny(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without reading the body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_requests_that_wait_are_bounded_however_many_are_sent() -> None:
+    go_on = asyncio.Event()
+    most = 0
+
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        await go_on.wait()
+        await echo(scope, receive, send)
+
+    async with serving(stuck) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(SHORTEST * 50_000)
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            most = max(most, len(server.protocol.pipeline))
+        assert 0 < most <= MAX_WAITING
+        assert server.protocol.num_held_bytes <= 2 * READ_BYTES
+        go_on.set()
+        answers = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while answers < 2000:
+                answers += (await reader.read(1 << 16)).count(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_handler_that_waits_for_its_caller_does_not_let_more_in() -> None:
+    """To ask whether the caller is still there makes the HTTP library read on."""
+    go_on = asyncio.Event()
+    most = 0
+
+    async def listening(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        leaving = asyncio.create_task(receive())  # type: ignore[arg-type]
+        await go_on.wait()
+        await echo(scope, _nothing, send)
+        await leaving
+
+    async with serving(listening) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(SHORTEST * 50_000)
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            most = max(most, len(server.protocol.pipeline), server.protocol.num_held_bytes // READ_BYTES)
+        assert 0 < most <= MAX_WAITING
+        writer.transport.abort()
+        go_on.set()
+
+
+@pytest.mark.parametrize("size", [1, 7, 300, 5000, 1 << 20])
+async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
+    """Whatever pieces they come in, with and without bodies."""
+    requests, wanted = bytearray(), bytearray()
+    for number in range(300):
+        body = b"%d." % number * (number % 5) * (200 if number % 50 == 7 else 1)
+        path = b"/n/%d" % number
+        if number % 3 == 0:
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:3], body[3:]) if part)
+            requests += b"POST %b HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (path, chunks)
+        else:
+            requests += b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (path, len(body), body)
+        wanted += b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b:%b" % (len(path) + 1 + len(body), path, body)
+    requests += b"GET /end HTTP/1.1\r\nconnection: close\r\n\r\n"
+
+    async with serving(echo) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+
+        async def send() -> None:
+            for at in range(0, len(requests), size):
+                writer.write(bytes(requests[at : at + size]))
+                await writer.drain()
+                if size < 100 and at % (50 * size) == 0:
+                    await asyncio.sleep(0)
+
+        async with asyncio.timeout(PATIENCE_S):
+            _, answers = await asyncio.gather(send(), reader.read())
+        writer.close()
+    lines = b"\r\n".join(line for line in answers.split(b"\r\n") if not line.startswith((b"date:", b"server:")))
+    assert lines.startswith(bytes(wanted))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"POST /nope HTTP/1.1\r\ncontent-length: 100000\r\n\r\n",
+        b"GET / HTTP/1.1\r\ncontent-length: 100000\r\n\r\n",
+        b"POST /nope HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nffffff\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["declared", "GET", "chunked", "empty lines between requests"],
+)
+async def test_bytes_behind_an_answer_do_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch, message: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
+    async with serving(deny) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(message)
+
+        async def dribble() -> None:
+            while not writer.transport.is_closing():
+                writer.write(b"\r\n" if message.endswith(b"1.1\r\n\r\n") else b"x")
+                await asyncio.sleep(0.05)
+
+        dribbling = asyncio.create_task(dribble())
+        async with asyncio.timeout(10):
+            try:
+                while await reader.read(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+        writer.close()
+        await dribbling
+
+
+async def test_a_body_that_comes_in_time_behind_its_answer_leaves_the_connection_open() -> None:
+    async with serving(deny) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):
+                writer.write(b"PUT / HTTP/1.1\r\ncontent-length: 300000\r\n\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"x" * 300_000)
+                await writer.drain()
+        writer.close()
+
+
+async def test_an_answered_connection_ends_when_nothing_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rest of a body has come behind its answer."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
+    async with serving(deny) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"PUT / HTTP/1.1\r\ncontent-length: 10\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"x" * 10)
+            assert await reader.read() == b""
+        writer.close()
