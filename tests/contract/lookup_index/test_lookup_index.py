@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from typing import Literal
 
 import pytest
 import pytest_asyncio
+import redis
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, LeaseState, LookupIndex
@@ -15,20 +17,32 @@ from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 
-from tests.fixtures.redis_cluster import RedisClusterServers
+from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer
 
 MAX_INSTANCES = 8
+MAX_INSTANCES_PER_TENANT = 6
+MAX_CHUNKS_PER_TENANT = 640
 LONG_MS = 60_000
 SHORT_MS = 400
 TAKEN = LeaseState(0, False)
 HOLDS_BACK = LeaseState(0, True)
-OPTIONS = RedisIndexOptions(read_timeout_s=5, write_timeout_s=5, max_instances=MAX_INSTANCES)
+OPTIONS = RedisIndexOptions(
+    read_timeout_s=5,
+    write_timeout_s=5,
+    max_instances=MAX_INSTANCES,
+    max_instances_per_tenant=MAX_INSTANCES_PER_TENANT,
+    max_chunks_per_tenant=MAX_CHUNKS_PER_TENANT,
+)
 
 
 @pytest_asyncio.fixture(params=["embedded", "redis", "sentinel", "cluster"])
 async def index(request: pytest.FixtureRequest) -> AsyncIterator[LookupIndex]:
-    made = EmbeddedIndex(1000, MAX_INSTANCES) if request.param == "embedded" else RedisIndex(emptied_redis(request), OPTIONS)
+    made: LookupIndex
+    if request.param == "embedded":
+        made = EmbeddedIndex(1000, MAX_INSTANCES, MAX_CHUNKS_PER_TENANT, MAX_INSTANCES_PER_TENANT)
+    else:
+        made = RedisIndex(emptied_redis(request), OPTIONS)
     await made.open()
     yield made
     await made.close()
@@ -45,6 +59,16 @@ def emptied_redis(request: pytest.FixtureRequest) -> str:
     with server.client() as raw:
         raw.flushall()
     return server.url if watched is None else str(watched.url)
+
+
+def raw_clients(request: pytest.FixtureRequest) -> list[redis.Redis]:
+    """Clients of the servers below the index that the test has; none for the embedded one."""
+    kind = request.node.callspec.params["index"]
+    if kind == "cluster":
+        return [server.client() for server in request.getfixturevalue("cluster").servers[:NUM_MASTERS]]
+    if kind == "sentinel":
+        return [request.getfixturevalue("sentinels").master.client()]
+    return [request.getfixturevalue("server").client()] if kind == "redis" else []
 
 
 def chunk(number: int) -> bytes:
@@ -271,12 +295,55 @@ async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
 async def test_instances_are_bounded_and_dead_ones_make_room(index: LookupIndex) -> None:
     await join(index, "short", ttl_ms=SHORT_MS)
     for number in range(MAX_INSTANCES - 1):
-        await join(index, f"long-{number}")
-    with pytest.raises(CapacityError, match="max_instances"):
+        await join(index, f"long-{number}", owner="acme" if number < 4 else "rival")
+    with pytest.raises(CapacityError, match="max_instances="):
         await join(index, "late")
     await join(index, "long-0")
     await asyncio.sleep(SHORT_MS / 1000 + 0.05)
     assert await join(index, "late") == TAKEN
+
+
+async def test_a_tenant_does_not_take_the_places_of_others(index: LookupIndex) -> None:
+    await join(index, "short", ttl_ms=SHORT_MS)
+    for number in range(MAX_INSTANCES_PER_TENANT - 1):
+        await join(index, f"long-{number}")
+    with pytest.raises(CapacityError, match="max_instances_per_tenant="):
+        await join(index, "late")
+    await join(index, "long-0")
+    assert await join(index, "a", owner="acm") == TAKEN
+    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    assert await join(index, "late") == TAKEN
+
+
+async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex) -> None:
+    await join(index, "a")
+    await join(index, "b", owner="rival")
+    rivals = [hashlib.sha256(b"%d" % number).digest()[:16] for number in range(2 * MAX_CHUNKS_PER_TENANT)]
+    await tell(index, "a", *(event(number) for number in range(40)))
+    for first in range(0, len(rivals), 320):
+        batch = [IndexEvent("store", "rival", chunk_id, "hot", 5) for chunk_id in rivals[first : first + 320]]
+        await tell(index, "b", *batch, first=first, owner="rival")
+    assert all(await held(index, *range(40)))
+    num_kept = sum(map(bool, await index.holders("rival", rivals)))
+    assert 0.9 * MAX_CHUNKS_PER_TENANT < num_kept <= MAX_CHUNKS_PER_TENANT
+    assert (await index.stats("rival")).num_chunks == num_kept
+    assert (await index.holders("rival", rivals[-1:]))[0], "what comes last is kept"
+
+
+async def test_what_is_held_is_known_as_long_as_its_lease_lives(request: pytest.FixtureRequest, index: LookupIndex) -> None:
+    """However long nothing is stored or removed."""
+    await join(index, "a")
+    await tell(index, "a", *(event(number) for number in range(64)))
+    for raw in raw_clients(request):
+        with raw:
+            assert [key for key in raw.scan_iter("lmc2:{b:*}:acme") if raw.pttl(key) != -1] == []
+            # As a release before this one left them.
+            for key in raw.scan_iter("lmc2:{b:*}:acme"):
+                raw.pexpire(key, 1500)
+    for _ in range(32):
+        await index.sweep()
+    await asyncio.sleep(1.6)
+    assert all(await held(index, *range(64)))
 
 
 async def test_holders_of_a_chunk_are_bounded(index: LookupIndex) -> None:

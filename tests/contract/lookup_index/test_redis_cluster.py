@@ -93,7 +93,7 @@ async def claim(shards: ClusterShards, name: str, num_events: int = 1, hold_ms: 
 
 
 async def take(shards: ClusterShards, chunk_id: bytes, number: int, ends_ms: int, incarnation: int = 1) -> None:
-    argv = [ends_ms, pack_number(number), 64, 60, chunk_id, pack_life(incarnation, 5, "hot"), 1]
+    argv = [ends_ms, pack_number(number), 64, 1000, chunk_id, pack_life(incarnation, 5, "hot"), 1]
     await shards.run(scripts.TAKE, [bucket_key("acme", bucket_of(chunk_id))], argv)
 
 
@@ -270,7 +270,7 @@ async def test_an_older_look_asks_nobody_to_announce_again(index: RedisIndex, sh
     """Replicas look at different times; what one saw before a server was emptied may reach the leases after what another saw."""
 
     async def renew(marks: str) -> list[int]:
-        argv = ["acme/a", incarnation_text(1), "sidecar", 60_000, 8, 0, "", marks]
+        argv = ["acme/a", incarnation_text(1), "sidecar", 60_000, 8, 0, "", marks, 8]
         answer: list[int] = await shards.run(RENEW, [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY], argv)
         return answer
 

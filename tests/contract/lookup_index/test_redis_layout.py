@@ -64,7 +64,7 @@ async def test_a_store_lies_where_the_layout_says(index: RedisIndex, raw: redis.
     number = number_of(raw)
     assert abs(number - time.time()) < 60
     assert raw.hgetall(KEY) == {CHUNK: pack_holder(PackedHolder(number, 7, 5, "hot"))}
-    assert 0 < raw.ttl(KEY) <= 86_400
+    assert raw.ttl(KEY) == -1
     assert raw.smembers("lmc2:{i}:tenants") == {b"acme"}
 
 
@@ -83,10 +83,21 @@ async def test_foreign_bytes_hold_nothing(index: RedisIndex, raw: redis.Redis, k
     assert await index.holders("acme", [CHUNK]) == [[]]
 
 
-async def test_a_bucket_of_another_type_is_unavailability(index: RedisIndex, raw: redis.Redis) -> None:
+async def test_a_bucket_of_another_type_holds_nothing_and_is_replaced(index: RedisIndex, raw: redis.Redis) -> None:
+    other = b"\xff" * 16
+    await put(index)
+    await index.apply("acme", EventBatch("a", 7, 1, [IndexEvent("store", "acme", other, "hot", 5)]))
     raw.set(KEY, b"text")
-    with pytest.raises(UnavailableError):
-        await index.holders("acme", [CHUNK])
+    assert [len(holders) for holders in await index.holders("acme", [CHUNK, other])] == [0, 1]
+    assert (await index.stats("acme")).num_chunks == 1
+    assert await index.evict("acme", [CHUNK]) == 0
+    for _ in range(16):
+        await index.sweep()
+    assert not raw.exists(KEY)
+    raw.set(KEY, b"text")
+    again = EventBatch("a", 7, 2, [IndexEvent("store", "acme", CHUNK, "hot", 5)])
+    assert (await index.apply("acme", again)).next_sequence == 3
+    assert (await index.holders("acme", [CHUNK]))[0]
 
 
 async def test_leases_that_are_not_ours_are_unavailability(index: RedisIndex, raw: redis.Redis) -> None:

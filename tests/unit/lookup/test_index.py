@@ -9,7 +9,7 @@ import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
 from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
-from lmcache_lookup.index.embedded import EmbeddedIndex
+from lmcache_lookup.index.embedded import SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
 from lmcache_lookup.index.redis_urls import read_redis_url
@@ -25,9 +25,10 @@ def test_the_list_of_options_is_known() -> None:
     common = set(ServiceSettings.model_fields) - {"port"}
     assert sorted(set(LookupSettings.model_fields) - common) == [
         "default_ttl_ms",
-        "entry_ttl_s",
         "max_chunks",
+        "max_chunks_per_tenant",
         "max_instances",
+        "max_instances_per_tenant",
         "max_ttl_ms",
         "min_ttl_ms",
         "port",
@@ -102,6 +103,36 @@ async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None
     await index.apply("t", EventBatch("a", 1, 0, stores))
     found = await index.holders("t", [bytes([number]) * 16 for number in (1, 2, 3)])
     assert [len(holders) for holders in found] == [1, 0, 1]
+
+
+async def test_a_full_embedded_index_forgets_chunks_of_the_tenant_with_the_most() -> None:
+    index = EmbeddedIndex(max_chunks=1000, max_instances=4)
+    ids = [number.to_bytes(16, "big") for number in range(3000)]
+    for tenant, mine in (("small", ids[:100]), ("large", ids), ("late", ids[:500]), ("later", ids[:300])):
+        await index.renew(tenant, LeaseClaim("a", 1, "sidecar", 100_000))
+        await index.apply(tenant, EventBatch("a", 1, 0, [IndexEvent("store", tenant, chunk_id, "hot", 1) for chunk_id in mine]))
+        await index.sweep()
+    known = {tenant: (await index.stats(tenant)).num_chunks for tenant in await index.tenants()}
+    assert (known["small"], sum(known.values())) == (100, 1000)
+    assert min(known["large"], known["late"], known["later"]) >= 1000 // len(known)
+    assert [len(found) for found in await index.holders("large", ids)].index(1) == 3000 - known["large"]
+
+
+async def test_sweeping_keeps_the_order_and_looks_at_a_bounded_number() -> None:
+    index = EmbeddedIndex(max_chunks=3 * SWEEP_CHUNKS, max_instances=4)
+    ids = [number.to_bytes(16, "big") for number in range(3 * SWEEP_CHUNKS + 2)]
+    await index.renew("t", LeaseClaim("a", 1, "sidecar", 100_000))
+    await index.apply("t", EventBatch("a", 1, 0, [IndexEvent("store", "t", chunk_id, "hot", 1) for chunk_id in ids[:-2]]))
+    for _ in range(3):
+        assert await index.sweep() == 0
+    for number, chunk_id in enumerate(ids[-2:]):
+        await index.apply("t", EventBatch("a", 1, len(ids) - 2 + number, [IndexEvent("store", "t", chunk_id, "hot", 1)]))
+        await index.sweep()
+    assert [len(holders) for holders in await index.holders("t", [*ids[:3], *ids[-2:]])] == [0, 0, 1, 1, 1]
+    await index.end("t", "a")
+    swept = [await index.sweep() for _ in range(8)]
+    assert (sum(swept), max(swept)) == (3 * SWEEP_CHUNKS, SWEEP_CHUNKS)
+    assert (await index.stats("t")).num_chunks == 0
 
 
 async def test_the_breaker_holds_calls_back_and_lets_them_through_again() -> None:

@@ -15,9 +15,10 @@ class LookupSettings(RedisSettings):
         workers: Processes that serve the port; more than one needs `redis_url`.
         redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing known".
         redis_write_timeout_ms: Limit on the index's part of leases and events.
-        entry_ttl_s: What nobody has written to for this long leaves Redis by itself, in seconds.
-        max_chunks: Bound on chunks of the index in this process.
+        max_chunks: Bound on chunks of the index in this process; the tenant with the most gives up its own.
+        max_chunks_per_tenant: Bound on chunks of one tenant; beyond it others of its own are forgotten.
         max_instances: Bound on instances that hold a lease.
+        max_instances_per_tenant: Bound on instances of one tenant that hold a lease.
         default_ttl_ms: Lease of an instance that asks for none.
         min_ttl_ms: Shortest lease that is granted.
         max_ttl_ms: Longest lease that is granted.
@@ -30,9 +31,10 @@ class LookupSettings(RedisSettings):
     workers: int = Field(default=1, ge=1, le=64)
     redis_timeout_ms: int = Field(default=100, ge=1, le=60_000)
     redis_write_timeout_ms: int = Field(default=800, ge=1, le=60_000)
-    entry_ttl_s: int = Field(default=86_400, ge=60)
     max_chunks: int = Field(default=1_000_000, ge=1)
+    max_chunks_per_tenant: int = Field(default=1_000_000, ge=1)
     max_instances: int = Field(default=4096, ge=1, le=65_536)
+    max_instances_per_tenant: int = Field(default=1024, ge=1, le=65_536)
     default_ttl_ms: int = Field(default=15_000, ge=1)
     min_ttl_ms: int = Field(default=1_000, ge=1)
     max_ttl_ms: int = Field(default=300_000, ge=1)

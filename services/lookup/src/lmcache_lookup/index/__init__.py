@@ -40,7 +40,12 @@ def create_index(settings: LookupSettings) -> LookupIndex:
     if settings.redis_url is None:
         from lmcache_lookup.index.embedded import EmbeddedIndex
 
-        return EmbeddedIndex(max_chunks=settings.max_chunks, max_instances=settings.max_instances)
+        return EmbeddedIndex(
+            settings.max_chunks,
+            settings.max_instances,
+            settings.max_chunks_per_tenant,
+            settings.max_instances_per_tenant,
+        )
     from lmcache_servicekit.sentinel_login import sentinel_login
 
     from lmcache_lookup.index.guarded import GuardedIndex
@@ -49,8 +54,9 @@ def create_index(settings: LookupSettings) -> LookupIndex:
     options = RedisIndexOptions(
         read_timeout_s=settings.redis_timeout_ms / 1000,
         write_timeout_s=settings.redis_write_timeout_ms / 1000,
-        entry_ttl_s=settings.entry_ttl_s,
         max_instances=settings.max_instances,
+        max_instances_per_tenant=settings.max_instances_per_tenant,
+        max_chunks_per_tenant=settings.max_chunks_per_tenant,
         tls=settings.redis_tls,
         sentinel_login=sentinel_login(settings),
     )

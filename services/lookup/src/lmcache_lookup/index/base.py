@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import CapacityError, UnavailableError
 from lmcache_core.lookup import Holder, InstanceKind
 
 MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
@@ -88,6 +88,14 @@ class IndexStats:
 
     num_chunks: int
     num_instances: int
+
+
+def check_places(fits: bool, owner_fits: bool, max_instances: int, max_instances_per_tenant: int) -> None:
+    """Raise `CapacityError` where there is no place for one more lease."""
+    if not owner_fits:
+        raise CapacityError(f"max_instances_per_tenant={max_instances_per_tenant}: this tenant has as many live instances; raise it")
+    if not fits:
+        raise CapacityError(f"max_instances={max_instances}: as many live instances hold leases; raise it")
 
 
 class LookupIndex(abc.ABC):

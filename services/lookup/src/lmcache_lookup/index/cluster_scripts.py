@@ -30,14 +30,13 @@ return {lease[5], 0, lease[1], lease[8]}
 """
 )
 
-# KEYS bucket. ARGV claim_ends_ms, packed instance number, max_holders, ttl_s, and for each event three arguments of `merge`.
+# KEYS bucket. ARGV claim_ends_ms, packed instance number, max_holders, max_chunks, and for each event three arguments of `merge`.
 TAKE: Final = Script(
     NOW
     + MERGE
     + """
 if now_ms > tonumber(ARGV[1]) then return redis.error_reply('LATE the claim has ended') end
-for i = 5, #ARGV, 3 do merge(KEYS[1], ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[2], tonumber(ARGV[3])) end
-redis.call('EXPIRE', KEYS[1], ARGV[4])
+for i = 5, #ARGV, 3 do merge(KEYS[1], ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])) end
 return 1
 """
 )

@@ -26,7 +26,7 @@ from lmcache_lookup.index.packing import (
     pack_life,
     pack_number,
 )
-from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call
+from lmcache_lookup.index.redis_node import CLIENT_ERRORS, Argument, Command, RedisNode, call, without_foreign
 from lmcache_lookup.index.redis_shards import MastersSeen, RedisShards, Taking
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class ClusterShards(RedisShards):
             waiting = [place for place in waiting if isinstance(answers[place], MovedError)]
             if not waiting:
                 break
+        answers = [without_foreign(*pair) for pair in zip(commands, answers, strict=True)]
         for answer in answers:
             if isinstance(answer, ResponseError):
                 self._map.is_stale = True
@@ -200,7 +201,7 @@ class ClusterShards(RedisShards):
 
 def _takes(taking: Taking, events: Sequence[IndexEvent], number: int, ends_ms: int) -> list[Command]:
     """One script for each bucket."""
-    head: list[Argument] = [ends_ms, pack_number(number), taking.max_holders, taking.entry_ttl_s]
+    head: list[Argument] = [ends_ms, pack_number(number), taking.max_holders, taking.max_bucket_chunks]
     by_bucket: defaultdict[str, list[Argument]] = defaultdict(list)
     for event in events:
         rest = pack_life(taking.batch.incarnation, event.size_bytes, event.tier)

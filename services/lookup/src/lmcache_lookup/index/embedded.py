@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder, InstanceKind
 
 from lmcache_lookup.index.base import (
@@ -19,11 +19,10 @@ from lmcache_lookup.index.base import (
     LeaseClaim,
     LeaseState,
     LookupIndex,
+    check_places,
 )
 
 SWEEP_CHUNKS: Final = 1024
-
-_Key = tuple[str, bytes]
 
 
 @dataclass(slots=True)
@@ -44,24 +43,66 @@ _Entries = dict[tuple[str, str, str], tuple[_Lease, int]]
 """(owner, instance, tier) -> the lease it was stored under, size in bytes."""
 
 
+@dataclass(slots=True)
+class _TenantChunks:
+    """Chunks of one tenant, the one stored longest ago first.
+
+    Sweeping moves them from `unswept` to `swept`, so that it can stop anywhere: all of `swept` was
+    stored before all of `unswept`. A plain dict would look at each place that was emptied at its
+    front before it finds the first chunk.
+    """
+
+    swept: OrderedDict[bytes, _Entries] = field(default_factory=OrderedDict)
+    unswept: OrderedDict[bytes, _Entries] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.swept) + len(self.unswept)
+
+    def get(self, chunk_id: bytes) -> _Entries | None:
+        return self.unswept.get(chunk_id) or self.swept.get(chunk_id)
+
+    def pop(self, chunk_id: bytes) -> _Entries | None:
+        return self.unswept.pop(chunk_id, None) or self.swept.pop(chunk_id, None)
+
+    def drop_oldest(self) -> None:
+        (self.swept or self.unswept).popitem(last=False)
+
+
 class EmbeddedIndex(LookupIndex):
-    """Bounded dictionaries. When full, the chunk that was stored longest ago is forgotten, which is a miss for whoever asks.
+    """Bounded dictionaries.
+
+    A tenant with too many chunks forgets the one that it stored longest ago. Where all of them
+    together have too many, one with the most does.
 
     Args:
         max_chunks: Bound on chunks, over all tenants.
         max_instances: Bound on leases.
+        max_chunks_per_tenant: Bound on chunks of one tenant; None: there is only the common one.
+        max_instances_per_tenant: Bound on leases of one owner; None: there is only the common one.
         clock: Seconds, monotonic.
     """
 
     name = "embedded"
 
-    def __init__(self, max_chunks: int, max_instances: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_chunks: int,
+        max_instances: int,
+        max_chunks_per_tenant: int | None = None,
+        max_instances_per_tenant: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_chunks = max_chunks
         self._max_instances = max_instances
+        self._max_chunks_per_tenant = max_chunks_per_tenant or max_chunks
+        self._max_instances_per_tenant = max_instances_per_tenant or max_instances
         self._clock = clock
         self._leases: dict[tuple[str, str], _Lease] = {}
-        self._chunks: dict[_Key, _Entries] = {}
-        self._to_sweep: Iterator[_Key] = iter(())
+        self._tenants: dict[str, _TenantChunks] = {}
+        self._num_chunks = 0
+        self._largest = _TenantChunks()
+        self._to_sweep: deque[str] = deque()
+        self._cleared: deque[_TenantChunks] = deque()
 
     async def open(self) -> None:
         """Nothing to get ready."""
@@ -69,7 +110,9 @@ class EmbeddedIndex(LookupIndex):
     async def close(self) -> None:
         """Forget everything."""
         self._leases.clear()
-        self._chunks.clear()
+        self._tenants.clear()
+        self._cleared.clear()
+        self._num_chunks = 0
 
     async def ping(self) -> None:
         """Always there."""
@@ -111,7 +154,8 @@ class EmbeddedIndex(LookupIndex):
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
-        return [self._holders_of(self._chunks.get((tenant, chunk_id), {})) for chunk_id in chunk_ids]
+        chunks = self._tenants.get(tenant) or _TenantChunks()
+        return [self._holders_of(chunks.get(chunk_id) or {}) for chunk_id in chunk_ids]
 
     async def instances(self, owner: str) -> list[InstanceStatus]:
         """See `LookupIndex.instances`."""
@@ -124,11 +168,18 @@ class EmbeddedIndex(LookupIndex):
 
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         """See `LookupIndex.evict`."""
-        return sum(self._chunks.pop((tenant, chunk_id), None) is not None for chunk_id in chunk_ids)
+        chunks = self._tenants.get(tenant) or _TenantChunks()
+        num_known = sum(chunks.pop(chunk_id) is not None for chunk_id in chunk_ids)
+        self._num_chunks -= num_known
+        return num_known
 
     async def clear(self, tenant: str) -> None:
-        """See `LookupIndex.clear`."""
-        self._chunks = {key: entries for key, entries in self._chunks.items() if key[0] != tenant}
+        """See `LookupIndex.clear`: the sweep frees the memory, a little at a time."""
+        chunks = self._tenants.pop(tenant, None)
+        if chunks:
+            self._num_chunks -= len(chunks)
+            self._cleared.append(chunks)
+        self._largest = _TenantChunks()
         for lease in self._leases.values():
             lease.resync = lease.resync or lease.owner == tenant
 
@@ -136,21 +187,25 @@ class EmbeddedIndex(LookupIndex):
         """See `LookupIndex.sweep`: looks at 1024 chunks a call."""
         num_swept = 0
         for _ in range(SWEEP_CHUNKS):
-            key = next(self._to_sweep, None)
-            if key is None:
-                self._to_sweep = iter(list(self._chunks))
+            if self._cleared:
+                self._cleared[0].drop_oldest()
+                if not self._cleared[0]:
+                    self._cleared.popleft()
+            elif self._to_sweep:
+                num_swept += self._sweep_one(self._to_sweep[0])
+            else:
+                self._to_sweep.extend(self._tenants)
                 break
-            num_swept += self._prune(key)
         return num_swept
 
     async def stats(self, tenant: str) -> IndexStats:
         """See `LookupIndex.stats`."""
         num_instances = len(await self.instances(tenant))
-        return IndexStats(sum(key[0] == tenant for key in self._chunks), num_instances)
+        return IndexStats(len(self._tenants.get(tenant) or ()), num_instances)
 
     async def tenants(self) -> list[str]:
         """See `LookupIndex.tenants`."""
-        return sorted({tenant for tenant, _ in self._chunks})
+        return sorted(tenant for tenant, chunks in self._tenants.items() if chunks)
 
     def _is_alive(self, lease: _Lease) -> bool:
         return not lease.ended and self._clock() < lease.expires_at
@@ -161,29 +216,45 @@ class EmbeddedIndex(LookupIndex):
             lease.ended = True
 
     def _make_room(self, key: tuple[str, str]) -> None:
-        if key in self._leases or len(self._leases) < self._max_instances:
+        if key in self._leases or all(self._places(key[0])):
             return
         for other in [other for other, lease in self._leases.items() if not self._is_alive(lease)]:
             self._drop(other)
-        if len(self._leases) >= self._max_instances:
-            raise CapacityError(f"{self._max_instances} instances hold leases already; raise max_instances")
+        check_places(*self._places(key[0]), self._max_instances, self._max_instances_per_tenant)
+
+    def _places(self, owner: str) -> tuple[bool, bool]:
+        """Whether there is a place for one more lease, and one of this owner."""
+        num_own = sum(other == owner for other, _ in self._leases)
+        return len(self._leases) < self._max_instances, num_own < self._max_instances_per_tenant
 
     def _take(self, lease: _Lease, event: IndexEvent) -> None:
-        key = (event.tenant, event.chunk_id)
         place = (lease.owner, lease.instance, event.tier)
         if event.op == "remove":
-            entries = self._chunks.get(key)
+            chunks = self._tenants.get(event.tenant) or _TenantChunks()
+            entries = chunks.get(event.chunk_id)
             if entries is not None and entries.pop(place, None) is not None and not entries:
-                del self._chunks[key]
+                chunks.unswept.pop(event.chunk_id, None)
+                chunks.swept.pop(event.chunk_id, None)
+                self._num_chunks -= 1
             return
-        entries = self._chunks.pop(key, None) or {}
+        chunks = self._tenants.setdefault(event.tenant, _TenantChunks())
+        entries = chunks.pop(event.chunk_id)
+        self._num_chunks += entries is None
+        entries = entries or {}
         entries.pop(place, None)
         if len(entries) >= MAX_STORED_HOLDERS_PER_CHUNK:
             del entries[next(iter(entries))]
         entries[place] = (lease, event.size_bytes)
-        self._chunks[key] = entries
-        if len(self._chunks) > self._max_chunks:
-            del self._chunks[next(iter(self._chunks))]
+        chunks.unswept[event.chunk_id] = entries
+        if len(chunks) > self._max_chunks_per_tenant:
+            chunks.drop_oldest()
+            self._num_chunks -= 1
+        elif self._num_chunks > self._max_chunks:
+            # All tenants are looked at once for most batches: their events are of one tenant.
+            if len(self._largest) < max(len(chunks), self._num_chunks / len(self._tenants)):
+                self._largest = max(self._tenants.values(), key=len)
+            self._largest.drop_oldest()
+            self._num_chunks -= 1
 
     def _holders_of(self, entries: _Entries) -> list[Holder]:
         return [
@@ -192,13 +263,22 @@ class EmbeddedIndex(LookupIndex):
             if self._is_alive(lease)
         ]
 
-    def _prune(self, key: _Key) -> int:
-        entries = self._chunks.get(key)
-        if entries is None:
+    def _sweep_one(self, tenant: str) -> int:
+        """Look at one chunk of a tenant, or end its turn. Returns how many entries were cleared."""
+        chunks = self._tenants.get(tenant)
+        if not chunks or not chunks.unswept:
+            self._to_sweep.popleft()
+            if chunks is not None:
+                chunks.swept, chunks.unswept = chunks.unswept, chunks.swept
+                if not chunks:
+                    del self._tenants[tenant]
             return 0
+        chunk_id, entries = chunks.unswept.popitem(last=False)
         dead = [place for place, (lease, _) in entries.items() if not self._is_alive(lease)]
         for place in dead:
             del entries[place]
-        if not entries:
-            del self._chunks[key]
+        if entries:
+            chunks.swept[chunk_id] = entries
+        else:
+            self._num_chunks -= 1
         return len(dead)

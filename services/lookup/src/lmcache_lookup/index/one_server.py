@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.base import LeaseState
 from lmcache_lookup.index.packing import LEASES_KEY, TENANTS_KEY, VERSION_KEY, bucket_key, bucket_of, pack_life
-from lmcache_lookup.index.redis_node import Argument, Command, RedisNode
+from lmcache_lookup.index.redis_node import Argument, Command, RedisNode, without_foreign
 from lmcache_lookup.index.redis_shards import MastersSeen, RedisShards, Taking
 
 
@@ -34,7 +34,7 @@ class OneServer(RedisShards):
 
     async def many(self, commands: Sequence[Command]) -> list[Any]:
         """See `RedisShards.many`."""
-        answers = await self._node.exchange(commands)
+        answers = [without_foreign(*pair) for pair in zip(commands, await self._node.exchange(commands), strict=True)]
         for answer in answers:
             if isinstance(answer, ResponseError):
                 raise answer
@@ -48,7 +48,7 @@ class OneServer(RedisShards):
             place = keys.setdefault(bucket_key(event.tenant, bucket_of(event.chunk_id)), len(keys) + 1)
             flat += [place, event.chunk_id, pack_life(taking.batch.incarnation, event.size_bytes, event.tier), int(event.op == "store")]
         tenants = taking.tenants
-        head: list[Argument] = [taking.field, taking.incarnation, taking.batch.first_sequence, taking.entry_ttl_s, taking.max_holders]
+        head: list[Argument] = [taking.field, taking.incarnation, taking.batch.first_sequence, taking.max_bucket_chunks, taking.max_holders]
         next_sequence, resync = await self.run(scripts.APPLY, list(keys), [*head, len(tenants), *tenants, *flat])
         return LeaseState(next_sequence, bool(resync))
 

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder
 from lmcache_core.security.tls import TlsFiles
 from lmcache_servicekit.sentinel_login import SentinelLogin
@@ -26,6 +25,7 @@ from lmcache_lookup.index.base import (
     LeaseClaim,
     LeaseState,
     LookupIndex,
+    check_places,
 )
 from lmcache_lookup.index.bucket_reads import BucketReads
 from lmcache_lookup.index.cluster_map import ClusterMap
@@ -62,16 +62,18 @@ class RedisIndexOptions:
     Attributes:
         read_timeout_s: Limit on lookups, from waiting for a connection to the last byte.
         write_timeout_s: Limit on everything else.
-        entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_instances: Bound on leases.
+        max_instances_per_tenant: Bound on leases of one owner.
+        max_chunks_per_tenant: Bound on chunks of one tenant, enforced in each bucket.
         tls: Whom to trust and what to show, where the URL is one with TLS.
         sentinel_login: What sentinels are told; None: nothing.
     """
 
     read_timeout_s: float = 0.1
     write_timeout_s: float = 0.8
-    entry_ttl_s: int = 86_400
     max_instances: int = 4096
+    max_instances_per_tenant: int = 1024
+    max_chunks_per_tenant: int = 1_000_000
     tls: TlsFiles | None = None
     sentinel_login: SentinelLogin | None = None
 
@@ -121,7 +123,8 @@ class RedisIndex(LookupIndex):
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
         """See `LookupIndex.apply`."""
         field = lease_field(owner, batch.instance)
-        return await self._write(self._shards.take(Taking(field, batch, self._options.entry_ttl_s, MAX_STORED_HOLDERS_PER_CHUNK)))
+        max_bucket_chunks = -(-self._options.max_chunks_per_tenant // NUM_BUCKETS)
+        return await self._write(self._shards.take(Taking(field, batch, MAX_STORED_HOLDERS_PER_CHUNK, max_bucket_chunks)))
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
@@ -146,7 +149,7 @@ class RedisIndex(LookupIndex):
         """See `LookupIndex.evict`."""
         asked = [(bucket_key(tenant, bucket), inside) for bucket, inside in enumerate(split_by_bucket(chunk_ids)) if inside]
         commands = [Command(key, ("HDEL", key, *inside)) for key, inside in asked]
-        return sum(await self._write(self._shards.many(commands)))
+        return sum(count or 0 for count in await self._write(self._shards.many(commands)))
 
     async def clear(self, tenant: str) -> None:
         """See `LookupIndex.clear`: the instances are asked to begin anew first, so that nothing counts which is taken meanwhile."""
@@ -159,22 +162,22 @@ class RedisIndex(LookupIndex):
 
     async def stats(self, tenant: str) -> IndexStats:
         """See `LookupIndex.stats`."""
-        num_chunks = sum(await self._write(self._shards.many(_to_every_bucket("HLEN", tenant))))
+        num_chunks = sum(count or 0 for count in await self._write(self._shards.many(_to_every_bucket("HLEN", tenant))))
         return IndexStats(num_chunks, len(await self.instances(tenant)))
 
     async def tenants(self) -> list[str]:
         """See `LookupIndex.tenants`."""
         found = (await self._write(self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))])))[0]
-        return sorted(tenant.decode() for tenant in found)
+        return sorted(tenant.decode() for tenant in found or ())
 
     async def _renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         seen = await self._shards.masters_seen()
         lease: list[Argument] = [lease_field(owner, claim.instance), incarnation_text(claim.incarnation), claim.kind, claim.ttl_ms]
-        argv = [*lease, self._options.max_instances, seen.epoch, seen.run_ids, seen.marks]
+        bounds = self._options
+        argv = [*lease, bounds.max_instances, seen.epoch, seen.run_ids, seen.marks, bounds.max_instances_per_tenant]
         keys = [LEASES_KEY, VERSION_KEY, NUMBERS_KEY, NODES_KEY, MARKS_KEY]
         next_sequence, resync, taken = await self._shards.run(scripts.RENEW, keys, argv)
-        if not taken:
-            raise CapacityError(f"{self._options.max_instances} instances hold leases already; raise max_instances")
+        check_places(taken != 0, taken >= 0, bounds.max_instances, bounds.max_instances_per_tenant)
         return LeaseState(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
@@ -184,7 +187,14 @@ class RedisIndex(LookupIndex):
         version, *values_of_buckets = await self._shards.many(commands)
         await self._refresh_table(version or b"")
         # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are read once.
-        values: list[bytes | None] = list(itertools.chain.from_iterable(values_of_buckets))
+        asked_buckets = [inside for inside in buckets if inside]
+        values: list[bytes | None] = list(
+            itertools.chain.from_iterable(
+                # A foreign value in the place of a bucket holds nothing.
+                [None] * len(inside) if answer is None else answer
+                for inside, answer in zip(asked_buckets, values_of_buckets, strict=True)
+            )
+        )
         read = {value: self._live_holders(value or b"") for value in set(values)}
         if len(read) == 1:
             return list(read.values()) * len(chunk_ids)

@@ -66,6 +66,15 @@ def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Comma
     return Command(keys[0], (len(keys), *keys, *argv), script)
 
 
+def without_foreign(command: Command, answer: Any) -> Any:
+    """The answer, or None where a value of another type than ours lies at the key.
+
+    Scripts deal with such values themselves.
+    """
+    is_foreign = isinstance(answer, ResponseError) and command.script is None and str(answer).startswith("WRONGTYPE")
+    return None if is_foreign else answer
+
+
 class RedisNode:
     """Sends commands over the connections of a redis-py client, which belongs to this object. The constructor connects to nothing.
 

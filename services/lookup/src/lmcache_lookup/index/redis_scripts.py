@@ -21,17 +21,22 @@ local function touch(key) redis.call('SET', key, time[1] .. '.' .. time[2]) end
 local function save(field, lease) redis.call('HSET', KEYS[1], field, cjson.encode(lease)) end
 """
 
-# merge(bucket, chunk id, holder without its instance number, 1 for a store or 0, packed instance number, max_holders). Entries of the same
-# number in an earlier incarnation are dropped on the way: they are dead. Where one is of a later incarnation, the event itself is dead.
+# merge(bucket, chunk id, holder without its instance number, 1 for a store or 0, packed instance number, max_holders, max_chunks).
+# Entries of the same number in an earlier incarnation are dropped on the way: they are dead. Where one is of a later incarnation, the
+# event itself is dead. A bucket that is full forgets any one chunk: a hash knows no order. A foreign value in its place is deleted.
 MERGE: Final = """
 local function is_later(life, other)
   local low, high = struct.unpack('<I4I4', life)
   local other_low, other_high = struct.unpack('<I4I4', other)
   return high > other_high or (high == other_high and low > other_low)
 end
-local function merge(bucket, id, rest, is_store, number, max_holders)
+local function merge(bucket, id, rest, is_store, number, max_holders, max_chunks)
   local life, tier = string.sub(rest, 1, 8), string.sub(rest, 18)
-  local old = redis.call('HGET', bucket, id) or ''
+  local old = redis.pcall('HGET', bucket, id) or ''
+  if type(old) == 'table' then
+    redis.call('DEL', bucket)
+    old = ''
+  end
   local kept, at = {}, 1
   while at + 20 <= #old do
     local stop = at + 20 + string.byte(old, at + 20)
@@ -46,13 +51,15 @@ local function merge(bucket, id, rest, is_store, number, max_holders)
   if is_store == '1' then
     if #kept >= max_holders then table.remove(kept, 1) end
     kept[#kept + 1] = number .. rest
+    if old == '' and redis.call('HLEN', bucket) >= max_chunks then redis.call('HDEL', bucket, redis.call('HRANDFIELD', bucket)) end
   end
   if #kept > 0 then redis.call('HSET', bucket, id, table.concat(kept)) else redis.call('HDEL', bucket, id) end
 end
 """
 
 # KEYS leases, version, numbers, nodes, marks. ARGV field, incarnation, kind, ttl_ms, max_instances, epoch, run ids of the cluster's masters
-# in order and marks of its buckets, each '' for no cluster, or when not all of them answer. Returns {next_sequence, resync, ok}.
+# in order and marks of its buckets, each '' for no cluster, or when not all of them answer, max_instances of an owner. Returns
+# {next_sequence, resync, ok}, ok being 0 where all places are taken, -1 where all of the owner's are.
 # Who has a run id that is not among the known ones, or a bucket with a newer mark, may have lost what was acknowledged: all instances are
 # asked to announce again. An older mark is from a look that another replica took before.
 RENEW: Final = Script(
@@ -96,12 +103,25 @@ if raw then
     return {lease[5], lease[6], 1}
   end
   if incarnation > lease[2] then number = lease[1] end
-elseif redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[5]) then
-  local leases = redis.call('HGETALL', KEYS[1])
-  for i = 1, #leases, 2 do
-    if cjson.decode(leases[i + 1])[4] <= now_ms then redis.call('HDEL', KEYS[1], leases[i]) end
+else
+  local prefix = string.match(field, '^[^/]*/')
+  local function places()
+    local own = 0
+    for _, other in ipairs(redis.call('HKEYS', KEYS[1])) do
+      if string.sub(other, 1, #prefix) == prefix then own = own + 1 end
+    end
+    return redis.call('HLEN', KEYS[1]) < tonumber(ARGV[5]), own < tonumber(ARGV[9])
   end
-  if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[5]) then return {0, 0, 0} end
+  local fits, own_fits = places()
+  if not (fits and own_fits) then
+    local leases = redis.call('HGETALL', KEYS[1])
+    for i = 1, #leases, 2 do
+      if cjson.decode(leases[i + 1])[4] <= now_ms then redis.call('HDEL', KEYS[1], leases[i]) end
+    end
+    fits, own_fits = places()
+  end
+  if not own_fits then return {0, 0, -1} end
+  if not fits then return {0, 0, 0} end
 end
 if not number then
   number = math.max(tonumber(redis.call('GET', KEYS[3]) or 0) + 1, tonumber(time[1]))
@@ -127,13 +147,14 @@ return lease[4] > now_ms and 1 or 0
 """
 )
 
-# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, ttl_s, max_holders, number of tenants, tenant..., and for each
+# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket, max_holders, number of tenants, tenant...,
+# and for each
 # event the position of its bucket in KEYS and three arguments of `merge`. Returns {next_sequence, resync}.
 APPLY: Final = Script(
     NOW
     + MERGE
     + """
-local field, incarnation, first, max_holders = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
+local field, incarnation, first, max_chunks, max_holders = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local raw = redis.call('HGET', KEYS[1], field)
 if not raw then return {0, 1} end
 local lease = cjson.decode(raw)
@@ -141,13 +162,10 @@ if lease[4] <= now_ms or lease[2] ~= incarnation or lease[6] == 1 then return {0
 if first > lease[5] then return {lease[5], 1} end
 local number = struct.pack('<I4', lease[1])
 local begin = 7 + tonumber(ARGV[6])
-local touched = {}
 for i = begin + 4 * (lease[5] - first), #ARGV, 4 do
   local bucket = KEYS[tonumber(ARGV[i])]
-  merge(bucket, ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], number, max_holders)
-  touched[bucket] = true
+  merge(bucket, ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], number, max_holders, max_chunks)
 end
-for bucket in pairs(touched) do redis.call('EXPIRE', bucket, ARGV[4]) end
 for i = 7, begin - 1 do redis.call('SADD', KEYS[2], ARGV[i]) end
 lease[5] = math.max(lease[5], first + (#ARGV - begin + 1) / 4)
 save(field, lease)

@@ -18,14 +18,14 @@ class Taking:
     Attributes:
         field: The lease's.
         batch: The events.
-        entry_ttl_s: A bucket that nobody writes to leaves Redis after this long.
         max_holders: Of a chunk.
+        max_bucket_chunks: Chunks of one bucket; beyond it one of them is forgotten for another.
     """
 
     field: str
     batch: EventBatch
-    entry_ttl_s: int
     max_holders: int
+    max_bucket_chunks: int
 
     @property
     def incarnation(self) -> str:
@@ -54,7 +54,10 @@ class MastersSeen:
 
 
 class RedisShards(abc.ABC):
-    """Carries out commands where their keys lie. Methods raise what redis-py raises; callers bound them in time."""
+    """Carries out commands where their keys lie. Methods raise what redis-py raises; callers bound them in time.
+
+    A command (but not a script) on a value of another type than ours answers None, as for a key that is absent.
+    """
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.packing import NUM_BUCKETS, TENANTS_KEY, bucket_key, pack_identity, unpack_holders
 from lmcache_lookup.index.redis_node import Argument, Command
 from lmcache_lookup.index.redis_shards import RedisShards
+
+logger = logging.getLogger(__name__)
 
 SWEEP_PAGE_CHUNKS: Final = 1024
 MAX_BUCKETS_PER_STEP: Final = 16
@@ -52,13 +55,19 @@ class BucketSweeper:
         self._bucket = next(self._buckets, None)
         if self._bucket is None:
             tenants = (await self._shards.many([Command(TENANTS_KEY, ("SMEMBERS", TENANTS_KEY))]))[0]
-            names = sorted(tenant.decode() for tenant in tenants)
+            names = sorted(tenant.decode() for tenant in tenants or ())
             self._buckets = (bucket_key(name, bucket) for bucket in range(NUM_BUCKETS) for name in names)
             self._bucket = next(self._buckets, None)
 
     async def _page(self, bucket: str) -> dict[bytes, bytes]:
-        command = Command(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
-        answer: Any = (await self._shards.many([command]))[0]
+        # Buckets of 0.1.0 expire a day after the last change, although what they name may be held for longer.
+        look = Command(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
+        answer: Any = (await self._shards.many([look, Command(bucket, ("PERSIST", bucket))]))[0]
+        if answer is None:
+            logger.warning("deleting a foreign value in the place of a bucket: key=%s", bucket)
+            await self._shards.many([Command(bucket, ("UNLINK", bucket))])
+            self._cursor = _BEGIN
+            return {}
         self._cursor, flat = answer
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
