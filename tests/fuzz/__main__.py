@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY = Path("build/fuzz")
-TARGETS = ("containers", "blobs", "gpu-outputs", "record-heads", "messages")
+TARGETS = ("containers", "blobs", "gpu-outputs", "record-heads", "messages", "pods")
 WITH_LOOPS = ("blobs", "gpu-outputs")
 MAX_INPUT_BYTES = 6000
 MAX_INPUT_SECONDS = 20

@@ -11,7 +11,15 @@ from unittest import mock
 
 import atheris
 
-INSTRUMENTED = ["lmcache_core.serde", "lmcache_core.record", "lmcache_core.sidecar", "lmcache_core.memory.dtypes", "lmcache_core.keys"]
+INSTRUMENTED = [
+    "lmcache_core.serde",
+    "lmcache_core.record",
+    "lmcache_core.sidecar",
+    "lmcache_core.memory.dtypes",
+    "lmcache_core.keys",
+    "lmcache_core.config",
+    "lmcache_webhook.injection",
+]
 COMPILED = [
     "lmcache_core.serde.entropy.rans",
     "lmcache_core.serde.entropy.channel_streams",

@@ -6,6 +6,7 @@ Bytes stand for what is inside the checksums: a target puts the right ones aroun
 from __future__ import annotations
 
 import functools
+import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,9 +41,17 @@ from lmcache_core.sidecar import messages
 from lmcache_core.testing.chunks import make_record
 from lmcache_core.testing.codec_payloads import decode_between_guards, kv_payload, specs_of
 from lmcache_core.testing.serde_suite import random_bits, sealed_by_hand
+from lmcache_webhook.app import injection_options
+from lmcache_webhook.injection.injector import review_pod
+from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.settings import WebhookSettings
+
+from tests.fixtures import pods
+from tests.fixtures.time_bound import cpu_bound
 
 MAX_DECODED_BYTES = 1 << 20
 """Heads that claim more are left alone once they are read: whoever decodes has bounded what it allocates before."""
+MAX_REVIEW_S = 15.0
 TENSORS = (
     ("bfloat16", (2, 2, 5, 6)),
     ("float32", (1, 1, 64, 3)),
@@ -225,13 +234,44 @@ def seeds_of_messages() -> Iterator[bytes]:
         yield messages.encode(message)[messages.LENGTH.size :]
 
 
+def review_any_pod(data: bytes) -> None:
+    """A pod as JSON, or the texts of one, each repeated as often as its first byte says: whatever it is, its review ends, and soon."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        texts = [(text[1:] * (1 + 100 * text[0])).decode(errors="replace") for text in data.split(b"\0")[:12] if text]
+        image, name, value, annotation, *line = [*texts, *[""] * 4]
+        document = pods.pod(
+            pods.container(image=image, command=line[:4], args=line[4:], env=[{"name": f"LMCACHE_{name}", "value": value}]),
+            annotations={f"lmcache.io/{annotation}": value},
+        )
+    if isinstance(document, dict):
+        with cpu_bound(MAX_REVIEW_S):
+            outcome = review_pod(_injection_options(), document, "team-a")
+        assert outcome.verdict == "injected" or len(outcome.operations) <= 2
+
+
+def seeds_of_pods() -> Iterator[bytes]:
+    """Pods of other projects' charts, and texts that are worth a second look."""
+    for make in pods.SHAPES.values():
+        yield json.dumps(make()).encode()
+    yield b"\0".join((b"\1vllm", b"\1_SERVICE_PORT", b"\1--kv-transfer-config", b"\0arena-gb", b"\0sh", b"\0-c", b'\0vllm serve "${a}'))
+    yield b"\0".join((b"\1nginx@", b"\0CHUNK_SIZE", b"\0256", b"\0container", b"\0python", b"\0-m", b"\0vllm.entrypoints.cli.main"))
+
+
 TARGETS = {
     "containers": Target(read_container, seeds_of_containers),
     "blobs": Target(read_blob, seeds_of_blobs),
     "gpu-outputs": Target(read_gpu_output, seeds_of_gpu_outputs),
     "record-heads": Target(read_record_head, seeds_of_record_heads),
     "messages": Target(read_message, seeds_of_messages),
+    "pods": Target(review_any_pod, seeds_of_pods),
 }
+
+
+@functools.cache
+def _injection_options() -> InjectionOptions:
+    return injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1"))
 
 
 @functools.cache

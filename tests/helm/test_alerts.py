@@ -146,6 +146,7 @@ CASES = [
     Case("LmcacheLeasesExpire", by_pod("lmcache_broker_expired_leases_total", a="0x30 2x5 4x84"), True),
     Case("LmcacheLeasesExpire", by_pod("lmcache_broker_expired_leases_total", a=ONE_STEP), False),
     Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="throttled"', ONE_STEP), True),
+    Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="unfinished"', ONE_STEP), True),
     Case("LmcacheInjectionFails", counted("lmcache_webhook_reviews_total", 'verdict="declined"', GROWING), False),
 ]
 GAUGES_OF_PROMETHEUS = {"up"}

@@ -10,6 +10,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT
+
 WEBHOOK = Path(__file__).resolve().parents[2] / "services" / "webhook" / "src"
 
 
@@ -30,13 +32,13 @@ def without_its_id(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-def test_plain_words_and_json_are_the_same() -> None:
-    from lmcache_webhook.injection.command_line import dotted, plan_arguments
+def test_the_words_for_scripts_and_the_argument_are_the_same() -> None:
+    from lmcache_webhook.injection.command_line import plan_arguments
     from lmcache_webhook.injection.pod import Container
     from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
 
-    [edit] = plan_arguments(Container(name="vllm", command=["vllm", "serve", "m"]), transfer_config())
-    in_json, in_words = parsed(list(edit.items)), parsed(dotted(transfer_config()))
+    arguments = plan_arguments(Container(name="vllm", command=["vllm", "serve", "m"]), transfer_config())
+    in_json, in_words = parsed(list(arguments)), parsed(CONNECTOR_IN_A_SCRIPT.split())
     assert without_its_id(in_json) == without_its_id(in_words)
     assert in_words.kv_connector == "LMCacheConnector"
     assert in_words.kv_connector_module_path == "lmcache_core.integrations.vllm"

@@ -34,6 +34,7 @@ payload_image: {{ include "lmcache-common.image" (dict "root" .root "image" $val
 image_pull_policy: {{ $values.images.pullPolicy }}
 sidecar_template_file: /etc/lmcache/template.yaml
 memory_overhead_mb: {{ int $values.sidecar.memoryOverheadMi }}
+payload_resources: {{ toJson $values.payload.resources }}
 run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}
 {{- if and $values.broker.enabled $values.broker.discovery.enabled }}
 kubernetes_service: {{ include "lmcache.sidecarsName" . }}

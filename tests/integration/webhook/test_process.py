@@ -20,7 +20,7 @@ import pytest
 import yaml
 from lmcache_webhook.certificate.authority import Lifetime, Material, renew
 
-from tests.fixtures.pods import SHAPES, Pod, plain
+from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
 from tests.fixtures.service_process import ServiceProcess, running_service
 
 RELOAD_S = 20.0
@@ -119,11 +119,11 @@ def test_a_dry_run_is_answered_alike(client: httpx.Client) -> None:
 
 
 def test_a_pod_that_cannot_is_warned_of(client: httpx.Client) -> None:
-    pod = plain()
-    pod["spec"]["hostNetwork"] = True
-    response = ask(client, pod)
+    document = plain()
+    document["spec"]["hostNetwork"] = True
+    response = ask(client, document)
     assert response["warnings"][0].startswith("lmcache: not injected: the pod uses its node's network")
-    assert patched(pod, response)["metadata"]["annotations"]["lmcache.io/inject-status"].startswith("not injected: ")
+    assert patched(document, response)["metadata"]["annotations"]["lmcache.io/inject-status"].startswith("not injected: ")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_everything_is_allowed(more: dict[str, Any], client: httpx.Client) -> No
         (b"[]", 422),
         (json.dumps({**question({}), "apiVersion": "admission.k8s.io/v1beta1"}).encode(), 422),
         (b'{"a":' * 100_000, 422),
-        (b" " * ((4 << 20) + 1), 413),
+        (b" " * ((1 << 20) + 1), 413),
     ],
 )
 def test_what_is_no_review_is_refused_as_such(content: bytes, status: int, client: httpx.Client) -> None:
@@ -157,6 +157,21 @@ def test_what_is_no_review_is_refused_as_such(content: bytes, status: int, clien
     assert answer.status_code in (status, 400) if status == 422 else answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     ask(client, plain())
+
+
+def test_a_hostile_pod_takes_the_webhook_from_nobody(client: httpx.Client, service: ServiceProcess) -> None:
+    """A script, an image and a nesting that once kept the process busy for good, or were an error of it."""
+    nested: dict[str, Any] = {}
+    for _ in range(900):
+        nested = {"a": nested}
+    hostile = [pod(container(command=["sh", "-c", 'vllm serve "' + piece * 40])) for piece in ("${a}", "$(a)")]
+    hostile += [pod(container(image="vllm" * 30_000 + "!")), plain()]
+    hostile[-1]["spec"]["affinity"] = nested
+    for document in hostile:
+        ask(client, document)
+        assert client.get("/healthz").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{service.ports['health_port']}/healthz", trust_env=False).status_code == 200
+    assert "patch" in ask(client, plain())
 
 
 def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> None:

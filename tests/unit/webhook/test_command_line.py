@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from lmcache_webhook.injection.command_line import dotted, plan_arguments, runs_vllm
+from lmcache_webhook.injection.command_line import plan_arguments, runs_vllm
 from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.pod import Container
 from lmcache_webhook.injection.sidecar import transfer_config
+
+from tests.fixtures.pods import SCRIPT_OF_A_RAY_LEADER, SCRIPT_OF_KSERVE
 
 SCRIPT = "vllm serve m"
 
@@ -18,32 +21,58 @@ def container(**members: Any) -> Container:
 
 
 @pytest.mark.parametrize(
-    ("members", "field", "index"),
+    "members",
     [
-        ({"command": ["vllm", "serve", "m"]}, "args", None),
-        ({"command": ["/opt/venv/bin/vllm"], "args": ["serve", "m"]}, "args", None),
-        ({"command": ["tini", "--", "vllm", "serve", "m"]}, "args", None),
-        ({"command": ["/usr/bin/env", "python3.12", "-u", "-m", "vllm.entrypoints.openai.api_server"]}, "args", None),
-        ({"command": ["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]}, "args", None),
-        ({"image": "vllm/vllm-openai:v0.32.0"}, "args", None),
-        ({"image": "docker.io/rocm/vllm@sha256:ab", "args": ["--model", "m"]}, "args", None),
-        ({"image": "my-vllm"}, "args", None),
-        ({"command": ["sh", "-c", SCRIPT]}, "command", 2),
-        ({"command": ["/bin/bash", "-c"], "args": [SCRIPT]}, "args", 0),
-        ({"command": ["/bin/bash"], "args": ["-lc", SCRIPT]}, "args", 1),
-        ({"command": ["bash", "-euo", "pipefail", "-c", SCRIPT]}, "command", 4),
-        ({"command": ["bash", "-o", "pipefail", "-e", "-c", SCRIPT, "name"]}, "command", 5),
-        ({"command": ["tini", "--", "bash", "--login", "-c", SCRIPT]}, "command", 5),
-        ({"args": ["sh", "-c", SCRIPT]}, "args", 2),
+        {"command": ["vllm", "serve", "m"]},
+        {"command": ["/opt/venv/bin/vllm"], "args": ["serve", "m"]},
+        {"command": ["tini", "--", "vllm", "serve", "m"]},
+        {"command": ["sh", "-c", 'ulimit -l unlimited; exec "$@"', "--", "vllm", "serve", "m"]},
+        {"command": ["/usr/bin/env", "python3.12", "-u", "-m", "vllm.entrypoints.openai.api_server"]},
+        {"command": ["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]},
+        {"image": "vllm/vllm-openai:v0.32.0"},
+        {"image": "docker.io/rocm/vllm@sha256:ab", "args": ["--model", "m"]},
+        {"image": "localhost:5000/my-vllm:3@sha256:ab"},
+        {"image": "my-vllm"},
     ],
 )
-def test_who_runs_vllm_and_where_the_argument_goes(members: dict[str, Any], field: str, index: int | None) -> None:
+def test_who_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
     one = container(**members)
     assert runs_vllm(one)
-    [edit] = plan_arguments(one, transfer_config())
-    assert (edit.field, edit.index) == (field, index)
-    if index is not None:
-        assert edit.items == (" ".join([SCRIPT, *dotted(transfer_config())]),)
+    option, value = plan_arguments(one, transfer_config())
+    assert option == "--kv-transfer-config"
+    assert json.loads(value) == transfer_config()
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"command": ["sh", "-c", SCRIPT]},
+        {"command": ["/bin/bash", "-c"], "args": [SCRIPT]},
+        {"command": ["/bin/bash"], "args": ["-lc", f"cd /tmp && exec {SCRIPT} --port 8000"]},
+        {"command": ["bash", "-o", "pipefail", "-e", "-c", "vllm \\\n  serve m", "name"]},
+        {"command": ["tini", "--", "entrypoint.sh", "ray start; python3 -m vllm.entrypoints.openai.api_server"]},
+        {"image": "vllm/vllm-openai", "args": ["sh", "-c", SCRIPT]},
+        {"command": ["bash", "-c", SCRIPT_OF_KSERVE]},
+        {"command": ["bash", "-c", SCRIPT_OF_A_RAY_LEADER]},
+    ],
+)
+def test_a_shell_script_is_never_edited(members: dict[str, Any]) -> None:
+    one = container(**members)
+    assert runs_vllm(one)
+    with pytest.raises(DeclinedError, match=r"the container c starts vLLM in a shell script, which is never edited: write `command: \["):
+        plan_arguments(one, transfer_config())
+
+
+def test_who_names_our_connector_keeps_its_command_line() -> None:
+    """In a script, or in a variable that a script reads."""
+    option = "--kv-transfer-config.kv_connector_module_path=lmcache_core.integrations.vllm"
+    for members in (
+        {"command": ["sh", "-c", f"{SCRIPT} {option}"]},
+        {"command": ["start.sh"], "env": [{"name": "VLLM_ADDITIONAL_ARGS", "value": option}]},
+    ):
+        one = container(**members)
+        assert runs_vllm(one)
+        assert plan_arguments(one, transfer_config()) == ()
 
 
 @pytest.mark.parametrize(
@@ -56,8 +85,8 @@ def test_who_runs_vllm_and_where_the_argument_goes(members: dict[str, Any], fiel
         {"command": ["vllm"]},
         {"command": ["python", "-m", "vllm.entrypoints.grpc_server"]},
         {"command": ["sh", "-c"]},
-        {"command": ["sh", "/start.sh", "-c", SCRIPT]},
-        {"command": ["bash", "-c", "sleep 1", SCRIPT]},
+        {"command": ["bash", "-c", "sleep 1"]},
+        {"command": ["bash", "-c", "pip install vllm; my-vllm --serve m"]},
         {"image": "vllm/vllm-openai", "command": ["sleep", "inf"]},
     ],
 )
@@ -66,16 +95,9 @@ def test_who_does_not(members: dict[str, Any]) -> None:
 
 
 def test_what_is_named_and_is_not_the_server_keeps_its_command_line() -> None:
-    assert plan_arguments(container(command=["ray", "start", "--block"]), transfer_config()) == []
-    assert plan_arguments(container(command=["sh", "-c", "ray start"]), transfer_config()) == []
-    assert plan_arguments(container(), transfer_config()) != [], "the image's own entry point, which was named, is taken for it"
-
-
-def test_members_of_the_option_need_no_quotes() -> None:
-    words = dotted(transfer_config())
-    assert "--kv-transfer-config.kv_connector=LMCacheConnector" in words
-    assert "--kv-transfer-config.kv_connector_extra_config.sidecar_socket=/run/lmcache/socket/sidecar.sock" in words
-    assert all(word.isascii() and not set(word) & set(" '\"$\\`{}[]*?;&|()<>#~!") for word in words)
+    assert plan_arguments(container(command=["ray", "start", "--block"]), transfer_config()) == ()
+    assert plan_arguments(container(command=["sh", "-c", "ray start"]), transfer_config()) == ()
+    assert plan_arguments(container(), transfer_config()) != (), "the image's own entry point, which was named, is taken for it"
 
 
 @pytest.mark.parametrize("word", ["--kv-transfer-config", "--kv-transfer-config.kv_role=kv_both", "--kv_offloading_backend"])

@@ -135,12 +135,52 @@ def test_the_engine_finds_the_connector_and_its_sidecar(shape: str, options: Inj
     assert theirs["/opt/lmcache"] == payload["volumeMounts"][0]["name"]
     is_worker = shape == "ray_worker"
     assert ("kv-transfer-config" in text_of(engine)) != is_worker
-    assert ("its command line is as it was" in changed["metadata"]["annotations"][STATUS]) == is_worker
+    has_it_already = shape in ("kserve", "leader_worker_set")
+    status = changed["metadata"]["annotations"][STATUS]
+    assert ("what it runs is not vLLM's server itself" in status) == is_worker
+    assert ("it names the connector already" in status) == has_it_already
     if not is_worker:
         assert values["LMCACHE_SIDECAR_SOCKET_PATH"] in text_of(engine)
     assert {mount["name"] for one in (engine, sidecar, payload) for mount in one["volumeMounts"]} <= {
         volume["name"] for volume in changed["spec"]["volumes"]
     }
+
+
+TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+def admitted(document: Pod) -> Pod:
+    """What the API server's ServiceAccount admission makes of a pod, before the webhooks and after them."""
+    changed = copy.deepcopy(document)
+    volumes = changed["spec"]["volumes"] = changed["spec"].get("volumes") or []
+    if not any(volume["name"].startswith("kube-api-access-") for volume in volumes):
+        volumes.append({"name": "kube-api-access-x7k2p", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}})
+    for one in [*(changed["spec"].get("initContainers") or []), *changed["spec"]["containers"]]:
+        mounts = one["volumeMounts"] = one.get("volumeMounts") or []
+        if not any(mount["mountPath"] == TOKEN_PATH for mount in mounts):
+            mounts.append({"name": "kube-api-access-x7k2p", "readOnly": True, "mountPath": TOKEN_PATH})
+    return changed
+
+
+@every_shape
+def test_no_container_of_ours_gets_the_pods_token(shape: str, options: InjectionOptions) -> None:
+    before = admitted(SHAPES[shape]())
+    changed = admitted(injected(options, before))
+    for ours in changed["spec"]["initContainers"][-2:]:
+        [mount] = [mount for mount in ours["volumeMounts"] if mount["mountPath"] == TOKEN_PATH]
+        assert mount == {"name": "lmcache-no-token", "mountPath": TOKEN_PATH, "readOnly": True}
+    assert named(changed["spec"]["volumes"], "lmcache-no-token") == {"name": "lmcache-no-token", "emptyDir": {"sizeLimit": "1Mi"}}
+    for old, new in zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True):
+        assert named(new["volumeMounts"], "kube-api-access-x7k2p") in old["volumeMounts"], "the pod's own keep theirs"
+
+
+def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions) -> None:
+    given = {"requests": {"cpu": "20m", "memory": "32Mi"}, "limits": {"memory": "96Mi"}}
+    options = dataclasses.replace(options, payload_resources=given)
+    payload = named(injected(options, plain())["spec"]["initContainers"], PAYLOAD)
+    assert payload["resources"] == given
+    guaranteed = named(injected(options, SHAPES["guaranteed"]())["spec"]["initContainers"], PAYLOAD)["resources"]
+    assert guaranteed["requests"] == guaranteed["limits"] == {"cpu": "20m", "memory": "96Mi"}
 
 
 @every_shape
@@ -256,8 +296,9 @@ def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> No
         assert engine["args"][-2] == "--kv-transfer-config"
         assert json.loads(engine["args"][-1]) == transfer_config()
         assert engine.get("command") == engine_of(SHAPES[shape](), shape).get("command")
-    script = engine_of(injected(options, SHAPES["kserve"]()), "kserve")["args"][0]
-    assert script.count("--kv-transfer-config.kv_load_failure_policy=recompute") == 2
+    for shape in ("kserve", "leader_worker_set"):
+        engine, before = engine_of(injected(options, SHAPES[shape]()), shape), engine_of(SHAPES[shape](), shape)
+        assert (engine["command"], engine.get("args")) == (before["command"], before.get("args"))
 
 
 @pytest.mark.parametrize(("namespace", "annotation", "tenant", "secret"), [("team-a", None, "a", "cred"), ("team-a", "b", "b", "cred-b")])
@@ -309,6 +350,7 @@ def test_an_instance_id_that_would_be_too_long_is_the_pods_uid(options: Injectio
         (pod(container(args=["--kv-transfer-config", "{}"])), "is given --kv-transfer-config already"),
         (pod(container(args=["--kv_transfer_config={}"])), "is given --kv_transfer_config already"),
         (pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])), "is given --kv-transfer-config already"),
+        (pod(container(command=["sh", "-c", "vllm serve m"])), "starts vLLM in a shell script, which is never edited"),
         (pod(container(args=["--kv-offloading-size", "10"])), "is given --kv-offloading-size already"),
         (
             pod(container(env=[{"name": "MORE_ARGS", "value": "--kv-transfer-config x"}])),

@@ -18,8 +18,8 @@ from lmcache_webhook.review.routes import router
 from lmcache_webhook.review.service import Reviewer
 from lmcache_webhook.settings import WebhookSettings
 
-# The API server's own bound of a request is 3 MiB.
-_BODIES: Final = BodyBounds(max_body_bytes=4 << 20)
+# No pod is as large: etcd takes 1.5 MiB of what is far more compact than a review's JSON in memory. Larger ones start as they are.
+_BODIES: Final = BodyBounds(max_body_bytes=1 << 20)
 
 
 def create_app(settings: WebhookSettings) -> FastAPI:
@@ -58,6 +58,7 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
         disk_gb=settings.disk_gb,
         max_disk_gb=settings.max_disk_gb,
         memory_overhead_mb=settings.memory_overhead_mb,
+        payload_resources=settings.payload_resources,
         sidecar_cpu=settings.sidecar_cpu,
         run_as_user=settings.run_as_user,
         kubernetes_service=settings.kubernetes_service,

@@ -11,6 +11,8 @@ from lmcache_servicekit.settings import Port, ServiceSettings
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lmcache_webhook.injection.quantity import amount_of
+
 MAX_GB = 65_536
 MAX_TENANTS = 1024
 MAX_OPTIONS = 128
@@ -64,6 +66,7 @@ class WebhookSettings(ServiceSettings):
         disk_gb: Disk on the node of a pod that does not say; 0 for none.
         max_disk_gb: The most that a pod may ask for.
         memory_overhead_mb: Memory of the sidecar beside the arena, MiB.
+        payload_resources: Requests and limits of the container that copies the payload, as in a container.
         sidecar_cpu: What the sidecar requests, as Kubernetes writes it.
         run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs as; None: as the cluster decides.
         tenants: The first entry whose namespaces fit, and whose name the pod names if it names one.
@@ -87,6 +90,9 @@ class WebhookSettings(ServiceSettings):
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
     max_disk_gb: float = Field(default=1024.0, ge=0, le=MAX_GB)
     memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
+    payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
+        default={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}}
+    )
     sidecar_cpu: _Quantity = "500m"
     run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
     tenants: list[TenantEntry] = Field(default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS)
@@ -101,6 +107,18 @@ class WebhookSettings(ServiceSettings):
             if _OWN_OPTIONS.fullmatch(name):
                 raise ValueError(f"{name} is decided by the webhook for each pod: leave it out")
         return options
+
+    @field_validator("payload_resources")
+    @classmethod
+    def _check_payload_resources(cls, resources: dict[str, Any]) -> dict[str, Any]:
+        requests, limits = resources.get("requests", {}), resources.get("limits", {})
+        for name, quantity in (requests | limits).items():
+            asked, most = amount_of(requests.get(name, quantity)), amount_of(quantity)
+            if asked is None or most is None:
+                raise ValueError(f"{name} is no quantity: write 500m or 64Mi")
+            if asked > most:
+                raise ValueError(f"the request of {name} is above its limit: lower the one or raise the other")
+        return resources
 
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:

@@ -21,7 +21,8 @@ MAX_FILE_BYTES = 1 << 20
 IGNORED_ENV_NAMES = ("LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE")
 _NONE_TEXTS = ("", "none", "null")
 # What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so: LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://…
-_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+# Names of ports have at most 63 characters, so that the pattern is linear in the length of a name, which may be a stranger's.
+_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 

@@ -5,7 +5,7 @@
 | `injector.py` | from a pod to a patch: the order of it all |
 | `pod.py` | the part of a pod that decides anything, with types |
 | `wishes.py` | what a pod's annotations ask for |
-| `engine.py`, `command_line.py`, `shell.py` | which container runs vLLM, and where its arguments go |
+| `engine.py`, `command_line.py` | which container runs vLLM, and where its arguments go |
 | `options.py`, `template.py` | what the webhook adds, as its settings say |
 | `sidecar.py`, `volumes.py` | the containers and volumes that are added |
 | `environment.py` | `PYTHONPATH` |

@@ -1,87 +1,66 @@
-"""Command lines of containers: whether they start vLLM's server, and where its arguments go."""
+"""Command lines of containers: whether they start vLLM's server, and what is appended to them.
+
+They come from strangers, so each function here is linear in the length of its input. Shell scripts
+are not parsed: a container that starts vLLM in one is declined.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.pod import Container
-from lmcache_webhook.injection.shell import add_to_servers
 
 OPTION: Final = "--kv-transfer-config"
-SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-MODULES: Final = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"})
-_COMMAND_FLAG: Final = re.compile(r"-[a-z]*c")
-_FLAG_WITH_VALUE: Final = re.compile(r"[-+][a-z]*[oO]|--rcfile|--init-file")
+CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
+MODULES: Final = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
-_VLLM_IMAGE: Final = re.compile(r"(?:.*/)?[\w.-]*vllm[\w.-]*(?:[:@].*)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One change of a container's command line.
-
-    Attributes:
-        field: `command` or `args`.
-        index: Which of its items is replaced; None: `items` are appended.
-        items: What is put there.
-    """
-
-    field: str
-    index: int | None
-    items: tuple[str, ...]
 
 
 def runs_vllm(container: Container) -> bool:
-    """Whether a container looks as if it ran vLLM: by its command line, or by its image's name where that decides what runs."""
-    line = _line(container)
-    script = _script_at(line)
-    if script is not None and add_to_servers(line[script], ()) is not None:
-        return True
-    return _starts_server(line) or (not container.command and _VLLM_IMAGE.fullmatch(container.image or "") is not None)
+    """Return whether a container looks as if it ran vLLM: by its command line or image."""
+    return names_our_connector(container) or _starts_server(_line(container)) or _has_script(container) or _image_is_vllm(container)
 
 
-def plan_arguments(container: Container, config: Mapping[str, Any]) -> list[Edit]:
-    """How a container's command line gets the connector's configuration.
+def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what to append to a container's `args` so that its vLLM uses the connector.
 
     Args:
-        container: That runs vLLM.
-        config: The value of `--kv-transfer-config`; of its leaves only plain words.
+        container: The one that runs vLLM.
+        config: The value of `--kv-transfer-config`.
 
     Returns:
-        The changes; none where what the container runs is not vLLM's server itself, as in the workers of a Ray cluster.
+        The words; empty where the container names our connector already, and where what it runs
+        is not vLLM's server itself, as in the workers of a Ray cluster.
 
     Raises:
-        DeclinedError: The container has a connector of its own.
+        DeclinedError: The container has another connector, or starts vLLM in a shell script.
     """
-    line = _line(container)
-    refuse_other_connector(container)
-    script = _script_at(line)
-    if script is not None:
-        changed = add_to_servers(line[script], dotted(config))
-        if changed is None:
-            return []
-        num_command = len(container.command or ())
-        field, index = ("command", script) if script < num_command else ("args", script - num_command)
-        return [Edit(field, index, (changed,))]
-    if container.command and not _starts_server(line):
-        return []
-    return [Edit("args", None, (OPTION, json.dumps(config, separators=(",", ":"))))]
+    if names_our_connector(container):
+        return ()
+    _refuse_other_connector(container)
+    if not _starts_server(_line(container)):
+        if _has_script(container):
+            raise DeclinedError(
+                f"the container {container.name} starts vLLM in a shell script, which is never edited: "
+                "write `command: [vllm, serve, MODEL, …]`, or put the option of docs/injection.md into the script"
+            )
+        if container.command:
+            return ()
+    return (OPTION, json.dumps(config, separators=(",", ":")))
 
 
-def refuse_other_connector(container: Container) -> None:
-    """Leave a container alone that has been told how to cache, also where a variable is to become a part of the command line.
+def names_our_connector(container: Container) -> bool:
+    """Return whether the command line, or a variable that may become a part of it, names our connector."""
+    return any(CONNECTOR_MODULE in text for text in _texts(container))
 
-    Raises:
-        DeclinedError: It has.
-    """
-    texts = [*_line(container), *(variable.value or "" for variable in container.env or ())]
-    for text in texts:
+
+def _refuse_other_connector(container: Container) -> None:
+    for text in _texts(container):
         found = _TAKEN.search(text)
         if found is not None:
             raise DeclinedError(
@@ -90,45 +69,35 @@ def refuse_other_connector(container: Container) -> None:
             )
 
 
-def dotted(config: Mapping[str, Any]) -> list[str]:
-    """The same configuration as words that need no quotes: vLLM takes `--option.key=value` for a member of a JSON option."""
-    return [f"{OPTION}.{path}={value}" for path, value in _leaves(config, "")]
-
-
-def _leaves(config: Mapping[str, Any], above: str) -> Iterable[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
 def _line(container: Container) -> list[str]:
     return [*(container.command or ()), *(container.args or ())]
 
 
+def _texts(container: Container) -> list[str]:
+    return [*_line(container), *(variable.value or "" for variable in container.env or ())]
+
+
 def _starts_server(line: Sequence[str]) -> bool:
-    """Also behind `tini --`, `env` and the like."""
+    """Return whether the words start the server, also behind `tini --`, `env` and the like."""
     for word, following in itertools.pairwise(line):
-        if _base(word) == "vllm" and following == "serve":
+        if word.rsplit("/", 1)[-1] == "vllm" and following == "serve":
             return True
         if word == "-m" and following in MODULES:
             return True
     return False
 
 
-def _script_at(line: Sequence[str]) -> int | None:
-    """Where the script of `sh -c SCRIPT` is, whatever stands before it."""
-    for index, word in enumerate(line[:-1]):
-        if _base(word) not in SHELLS:
-            continue
-        place = index + 1
-        while place < len(line) - 1 and line[place].startswith(("-", "+")):
-            if _COMMAND_FLAG.fullmatch(line[place]):
-                return place + 1
-            place += 2 if _FLAG_WITH_VALUE.fullmatch(line[place]) else 1
-    return None
+def _has_script(container: Container) -> bool:
+    """Return whether one word of the command line is a script that starts the server, for whatever shell."""
+    for word in _line(container):
+        words = word.replace("\\\n", " ").split()
+        text = " ".join(words)
+        if len(words) > 1 and ("vllm serve" in text or any(f"-m {module}" in text for module in MODULES)):
+            return True
+    return False
 
 
-def _base(word: str) -> str:
-    return word.rsplit("/", 1)[-1]
+def _image_is_vllm(container: Container) -> bool:
+    """Return whether the image decides what runs, and is called vllm."""
+    name = (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
+    return not container.command and "vllm" in name

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from lmcache_webhook.injection.command_line import plan_arguments
+from lmcache_webhook.injection.command_line import names_our_connector, plan_arguments
 from lmcache_webhook.injection.engine import find_engine
 from lmcache_webhook.injection.environment import add_python_path
 from lmcache_webhook.injection.errors import DeclinedError
@@ -61,14 +61,14 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     try:
         pod = Pod.model_validate(document)
     except ValidationError as exc:
-        return Outcome("unreadable", reason=f"this is no pod that the webhook can read: {len(exc.errors())} of its members are not")
+        return Outcome("unreadable", reason=f"this is no pod that the webhook can read: {exc.error_count()} of its members are not")
     if not is_asked_for(pod.metadata) or any(one.name == SIDECAR for one in pod.spec.all_containers):
         return Outcome("unchanged")
-    patch = Patch(dict(document))
+    patch = Patch(document)
     try:
         reason = _inject(patch, options, pod, namespace)
     except DeclinedError as exc:
-        patch = Patch(dict(document))  # nothing of what was begun
+        patch = Patch(document)  # nothing of what was begun
         reason = f"not injected: {exc}"[:MAX_STATUS_CHARS]
         patch.put(("metadata", "annotations", STATUS), reason)
         return Outcome("declined", patch.operations, reason)
@@ -82,7 +82,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     _check_pod(pod.spec)
     index, engine = find_engine(pod.spec, wishes.container)
     plan = plan_pod(options, pod, namespace, wishes, index)
-    edits = plan_arguments(engine, transfer_config())
+    arguments = plan_arguments(engine, transfer_config())
     _check_names(pod.spec, engine, plan)
 
     patch.put(("metadata", "labels", INJECTED), "true")
@@ -94,21 +94,19 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
     at = ("spec", "containers", index)
-    for edit in edits:
-        if edit.index is None:
-            for item in edit.items:
-                patch.append((*at, edit.field), item)
-        else:
-            patch.replace((*at, edit.field, edit.index), edit.items[0])
+    for argument in arguments:
+        patch.append((*at, "args"), argument)
     add_python_path(patch, at, engine, PYTHON_PATH)
     for mount in engine_mounts():
         patch.append((*at, "volumeMounts"), mount)
-    return _report(engine, plan, has_arguments=bool(edits))
+    return _report(engine, plan, has_arguments=bool(arguments))
 
 
 def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
     text = f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its sidecar, tenant {plan.tenant.name}"
-    if not has_arguments:
+    if names_our_connector(engine):
+        text += "; its command line is as it was, since it names the connector already"
+    elif not has_arguments:
         text += "; its command line is as it was, since what it runs is not vLLM's server itself"
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 Operation = dict[str, Any]
@@ -12,26 +13,29 @@ Step = str | int
 class Patch:
     """Collects operations, and knows what the document looks like after them.
 
+    Copies only what lies on the way to a change: a document may be large, and nested so deeply
+    that a recursive copy would fail.
+
     Args:
-        document: What is to be changed; it is copied.
+        document: What is to be changed; it stays as it is.
 
     Attributes:
         operations: So far, in order.
     """
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self._after = copy.deepcopy(document)
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._after: Any = dict(document)
         self.operations: list[Operation] = []
 
     def put(self, path: tuple[Step, ...], value: Any) -> None:
         """Set a member of an object, which may be there already; objects above it that are missing or null are made."""
         *above, last = path
-        name = str(last)
-        parent = self._object(tuple(above))
-        if name in parent and parent[name] == value:
-            return
-        self._add(path, value)
-        parent[name] = copy.deepcopy(value)
+        for length in range(1, len(path)):
+            if self._at(path[:length]) is None:
+                self._set(path[:length], {})
+        parent = self._at(tuple(above))
+        if str(last) not in parent or parent[str(last)] != value:
+            self._set(path, value)
 
     def append(self, path: tuple[Step, ...], item: Any) -> None:
         """Add an item at the end of a list, which is made where it is missing or null."""
@@ -40,24 +44,24 @@ class Patch:
             self.put(path, [item])
             return
         self._add((*path, "-"), item)
-        items.append(copy.deepcopy(item))
+        self._own(path).append(item)
 
     def insert(self, path: tuple[Step, ...], index: int, item: Any) -> None:
         """Add an item to a list that is there, before the one at `index`."""
-        items = self._at(path)
-        assert isinstance(items, list)
         self._add((*path, index), item)
-        items.insert(index, copy.deepcopy(item))
+        self._own(path).insert(index, item)
 
     def replace(self, path: tuple[Step, ...], value: Any) -> None:
         """Put another value in the place of one that is there."""
-        *above, last = path
-        parent = self._at(tuple(above))
-        self.operations.append({"op": "replace", "path": pointer(path), "value": copy.deepcopy(value)})
-        parent[last] = copy.deepcopy(value)
+        self.operations.append({"op": "replace", "path": pointer(path), "value": value})
+        self._own(path[:-1])[path[-1]] = value
+
+    def _set(self, path: tuple[Step, ...], value: Any) -> None:
+        self._add(path, value)
+        self._own(path[:-1])[str(path[-1])] = value
 
     def _add(self, path: tuple[Step, ...], value: Any) -> None:
-        self.operations.append({"op": "add", "path": pointer(path), "value": copy.deepcopy(value)})
+        self.operations.append({"op": "add", "path": pointer(path), "value": value})
 
     def _at(self, path: tuple[Step, ...]) -> Any:
         found: Any = self._after
@@ -70,16 +74,13 @@ class Patch:
                 return None
         return found
 
-    def _object(self, path: tuple[Step, ...]) -> dict[str, Any]:
-        found = self._at(path)
-        if isinstance(found, dict):
-            return found
-        *above, name = path
-        parent = self._object(tuple(above))
-        self._add(path, {})
-        made: dict[str, Any] = {}
-        parent[str(name)] = made
-        return made
+    def _own(self, path: tuple[Step, ...]) -> Any:
+        """Return what is at a path, after copies of all containers on the way have taken their place."""
+        found: Any = self._after
+        for step in path:
+            found[step] = copy.copy(found[step])
+            found = found[step]
+        return found
 
 
 def pointer(path: tuple[Step, ...]) -> str:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from lmcache_webhook.injection.quantity import is_same
+
+MAX_TEXT_CHARS: Final = 128 << 10
+"""Linux runs no program with a longer argument or variable."""
+
+_Item = TypeVar("_Item")
+_Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+# An error costs over a kilobyte, and a review has room for half a million of wrong items.
+_Items = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class _Part(BaseModel):
@@ -17,8 +25,8 @@ class _Part(BaseModel):
 class EnvVar(_Part):
     """A variable of a container."""
 
-    name: str
-    value: str | None = None
+    name: _Text
+    value: _Text | None = None
     valueFrom: dict[str, Any] | None = None
 
 
@@ -60,13 +68,13 @@ class Container(_Part):
     """A container or init container."""
 
     name: str
-    image: str | None = None
-    command: list[str] | None = None
-    args: list[str] | None = None
-    env: list[EnvVar] | None = None
-    ports: list[ContainerPort] | None = None
+    image: _Text | None = None
+    command: _Items[_Text] | None = None
+    args: _Items[_Text] | None = None
+    env: _Items[EnvVar] | None = None
+    ports: _Items[ContainerPort] | None = None
     resources: Resources | None = None
-    volumeMounts: list[VolumeMount] | None = None
+    volumeMounts: _Items[VolumeMount] | None = None
     securityContext: SecurityContext | None = None
 
 
@@ -85,9 +93,9 @@ class OperatingSystem(_Part):
 class PodSpec(_Part):
     """What a pod is to be."""
 
-    containers: list[Container]
-    initContainers: list[Container] | None = None
-    volumes: list[Volume] | None = None
+    containers: _Items[Container]
+    initContainers: _Items[Container] | None = None
+    volumes: _Items[Volume] | None = None
     hostNetwork: bool | None = None
     os: OperatingSystem | None = None
     resources: dict[str, Any] | None = None

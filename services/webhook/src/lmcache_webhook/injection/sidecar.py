@@ -17,6 +17,9 @@ SOCKET_PATH: Final = f"{SOCKET_DIRECTORY}/sidecar.sock"
 CREDENTIALS_PATH: Final = "/run/secrets/lmcache"
 TLS_PATH: Final = "/run/secrets/lmcache-tls"
 DISK_PATH: Final = "/var/lib/lmcache"
+# An API server puts the pod's token there in every container that mounts nothing at that path. It
+# does so once more after the webhooks, and the token of a stranger's account is not ours to have.
+SERVICE_ACCOUNT_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 PAYLOAD_PATH: Final = "/opt/lmcache"
 PYTHON_PATH: Final = f"{PAYLOAD_PATH}/python"
 
@@ -26,7 +29,7 @@ LM_PORT: Final = 65433
 PORTS: Final = (REST_PORT, HEALTH_PORT, LM_PORT)
 
 ARENA_WAIT_S: Final = 600
-PAYLOAD_RESOURCES: Final = {"cpu": "50m", "memory": "64Mi"}
+_EMPTY_ACCOUNT_MOUNT: Final = {"name": "lmcache-no-token", "mountPath": SERVICE_ACCOUNT_PATH, "readOnly": True}
 
 
 def payload_container(plan: PodPlan) -> dict[str, Any]:
@@ -36,13 +39,17 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
         "image": plan.options.payload_image,
         "imagePullPolicy": plan.options.image_pull_policy,
         "command": ["/payload/install", PAYLOAD_PATH],
-        "resources": {
-            "requests": dict(PAYLOAD_RESOURCES),
-            "limits": dict(PAYLOAD_RESOURCES) if plan.is_guaranteed else {"memory": PAYLOAD_RESOURCES["memory"]},
-        },
+        "resources": _payload_resources(plan),
         "securityContext": _security_context(plan),
-        "volumeMounts": [{"name": PAYLOAD, "mountPath": PAYLOAD_PATH}],
+        "volumeMounts": [{"name": PAYLOAD, "mountPath": PAYLOAD_PATH}, dict(_EMPTY_ACCOUNT_MOUNT)],
     }
+
+
+def _payload_resources(plan: PodPlan) -> dict[str, Any]:
+    requests, limits = (dict(plan.options.payload_resources.get(part, {})) for part in ("requests", "limits"))
+    if plan.is_guaranteed:
+        requests = limits = requests | limits
+    return {"requests": requests, "limits": limits}
 
 
 def sidecar_container(plan: PodPlan) -> dict[str, Any]:
@@ -160,6 +167,7 @@ def _mounts(plan: PodPlan) -> list[dict[str, Any]]:
         {"name": "lmcache-arena", "mountPath": ARENA_PATH},
         {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
         {"name": "lmcache-tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume of the container's own)
+        dict(_EMPTY_ACCOUNT_MOUNT),
     ]
     if plan.tenant.credentials_secret or plan.tenant.keys_secret:
         mounts.append({"name": "lmcache-credentials", "mountPath": CREDENTIALS_PATH, "readOnly": True})

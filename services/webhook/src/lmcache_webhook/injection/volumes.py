@@ -22,6 +22,7 @@ def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
         {"name": "lmcache-socket", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         {"name": "lmcache-payload", "emptyDir": {"sizeLimit": f"{PAYLOAD_MB}Mi"}},
         {"name": "lmcache-tmp", "emptyDir": {"sizeLimit": "64Mi"}},
+        {"name": "lmcache-no-token", "emptyDir": {"sizeLimit": "1Mi"}},
     ]
     if plan.disk_gb:
         # A tenth and a GiB more than the tier may fill: over the limit Kubernetes evicts the whole pod.

@@ -17,4 +17,4 @@ async def mutate(principal: ClientPrincipal, question: AdmissionQuestion, parts:
 
     API servers show no token unless they are configured to, so `allow_anonymous` is usual here: the answer holds names, no secrets.
     """
-    return parts.reviewer.answer(question.request)
+    return await parts.reviewer.answer(question.request)

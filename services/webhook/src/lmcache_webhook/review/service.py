@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
+import threading
 from collections import Counter
+from concurrent.futures import Future
 from typing import Final
 
 from lmcache_core.security import RateLimiter
@@ -17,7 +20,12 @@ from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, Ad
 logger = logging.getLogger(__name__)
 
 THROTTLED: Final = "throttled"
-VERDICTS: Final = ("injected", "declined", "unchanged", "unreadable", THROTTLED)
+UNFINISHED: Final = "unfinished"
+VERDICTS: Final = ("injected", "declined", "unchanged", "unreadable", THROTTLED, UNFINISHED)
+REVIEW_TIMEOUT_S: Final = 2.0
+"""Less than the API server waits (`webhook.timeoutSeconds` of the chart, 5 s)."""
+MAX_UNFINISHED: Final = 4
+"""Reviews out of time whose threads may still run; beyond, no other is begun."""
 MAX_WARNING_CHARS: Final = 250
 """Kubernetes cuts longer ones off."""
 _EVERYBODY: Final = "api-server"
@@ -25,6 +33,10 @@ _EVERYBODY: Final = "api-server"
 
 class Reviewer:
     """Answers reviews; it has no memory but its counts, so any replica may be asked, once or twice, dry run or not.
+
+    A review runs in a thread of its own, one at a time: it is plain Python, so that two would only
+    take the interpreter from each other. A thread that runs out of time cannot be stopped; it is
+    left to itself, and as a daemon does not keep the process from ending.
 
     Args:
         options: What is injected.
@@ -37,22 +49,65 @@ class Reviewer:
     def __init__(self, options: InjectionOptions, max_per_s: float) -> None:
         self._options = options
         self._limiter = RateLimiter(max_per_s)
+        self._turn = asyncio.Lock()
+        self._unfinished: set[threading.Thread] = set()
         self.counts: Counter[str] = Counter()
 
-    def answer(self, request: AdmissionRequest) -> AdmissionAnswer:
-        """Answer one review. Raises nothing, and never says no."""
+    async def answer(self, request: AdmissionRequest) -> AdmissionAnswer:
+        """Answer one review within `REVIEW_TIMEOUT_S`. Never says no."""
         if request.kind.kind != "Pod" or request.kind.group != "" or request.operation != "CREATE" or request.object is None:
             return self._pass_on(request, "unchanged", "")
         if self._limiter.wait_s(_EVERYBODY) > 0:
             return self._pass_on(request, THROTTLED, "lmcache: not injected: the webhook is asked more often than max_reviews_per_s allows")
-        outcome = review_pod(self._options, request.object, request.namespace)
+        try:
+            async with asyncio.timeout(REVIEW_TIMEOUT_S), self._turn:
+                outcome, patch = await self._in_thread(request)
+        except TimeoutError:
+            logger.warning("review not finished in time: namespace=%s limit_s=%g", request.namespace, REVIEW_TIMEOUT_S)
+            return self._pass_on(
+                request, UNFINISHED, f"lmcache: not injected: the review could not be finished within {REVIEW_TIMEOUT_S:g} s"
+            )
         self._tell(request, outcome)
         if not outcome.operations:
             return self._pass_on(request, outcome.verdict, outcome.reason)
         self.counts[outcome.verdict] += 1
-        patch = base64.b64encode(json.dumps(outcome.operations).encode()).decode()
         warnings = [f"lmcache: {outcome.reason}"[:MAX_WARNING_CHARS]] if outcome.verdict == "declined" else None
         return AdmissionAnswer(response=AdmissionResponse(uid=request.uid, patchType="JSONPatch", patch=patch, warnings=warnings))
+
+    async def _in_thread(self, request: AdmissionRequest) -> tuple[Outcome, str]:
+        """Return what becomes of the pod, and the patch as the API server wants it.
+
+        Raises:
+            TimeoutError: Too many earlier reviews are still running.
+        """
+        self._unfinished = {thread for thread in self._unfinished if thread.is_alive()}
+        if len(self._unfinished) >= MAX_UNFINISHED:
+            raise TimeoutError
+        decided: Future[tuple[Outcome, str]] = Future()
+        decided.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                decided.set_result(self._decide(request))
+            except BaseException as exc:
+                decided.set_exception(exc)
+                raise
+
+        thread = threading.Thread(target=run, name="lmcache-review", daemon=True)
+        thread.start()
+        try:
+            return await asyncio.wrap_future(decided)
+        except asyncio.CancelledError:
+            self._unfinished.add(thread)
+            raise
+
+    def _decide(self, request: AdmissionRequest) -> tuple[Outcome, str]:
+        assert request.object is not None
+        try:
+            outcome = review_pod(self._options, request.object, request.namespace)
+            return outcome, base64.b64encode(json.dumps(outcome.operations).encode()).decode()
+        except RecursionError:
+            return Outcome("unreadable", reason="this is no pod that the webhook can read: it is nested too deeply"), ""
 
     def _pass_on(self, request: AdmissionRequest, verdict: str, warning: str) -> AdmissionAnswer:
         self.counts[verdict] += 1

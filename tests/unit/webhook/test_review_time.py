@@ -1,0 +1,77 @@
+"""A review that does not end costs its pod the cache, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lmcache_webhook.injection.options import InjectionOptions
+from lmcache_webhook.review import service
+from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, GroupVersionKind
+from lmcache_webhook.review.service import MAX_UNFINISHED, Reviewer
+
+from tests.fixtures.pods import plain
+
+HUNG = "hung"
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reviews of pods in the namespace `hung` compute until the event is set."""
+    end, review = threading.Event(), service.review_pod
+
+    def slow(options: InjectionOptions, document: dict[str, Any], namespace: str) -> service.Outcome:
+        while namespace == HUNG and not end.is_set():
+            pass  # as a loop in Python that does not end
+        return review(options, document, namespace)
+
+    monkeypatch.setattr(service, "review_pod", slow)
+    monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 0.3)
+    yield end
+    end.set()
+
+
+def request(namespace: str) -> AdmissionRequest:
+    return AdmissionRequest(uid="u", kind=GroupVersionKind(version="v1", kind="Pod"), namespace=namespace, object=plain())
+
+
+def refusal(answer: AdmissionAnswer) -> str:
+    assert answer.response.patch is None
+    [warning] = answer.response.warnings or [""]
+    return warning
+
+
+async def test_a_review_out_of_time_is_answered_and_others_go_on(hang: threading.Event, options: InjectionOptions) -> None:
+    reviewer = Reviewer(options, 1000)
+    waits: list[float] = []
+
+    async def heartbeat() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            waits.append(time.monotonic() - began)
+
+    beating = asyncio.create_task(heartbeat())
+    assert refusal(await reviewer.answer(request(HUNG))) == "lmcache: not injected: the review could not be finished within 0.3 s"
+    beating.cancel()
+    assert len(waits) >= 3, "the loop stood still"
+    assert (await reviewer.answer(request("team-a"))).response.patch
+    assert reviewer.counts == {"unfinished": 1, "injected": 1}
+
+
+async def test_threads_that_do_not_end_are_bounded(hang: threading.Event, options: InjectionOptions) -> None:
+    reviewer = Reviewer(options, 1000)
+    before = threading.active_count()
+    for _ in range(MAX_UNFINISHED + 3):
+        assert "could not be finished" in refusal(await reviewer.answer(request(HUNG)))
+    assert threading.active_count() - before == MAX_UNFINISHED
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "lmcache-review"), "they would keep the process alive"
+    hang.set()
+    for thread in threading.enumerate():
+        if thread.name == "lmcache-review":
+            thread.join(10)
+    assert (await reviewer.answer(request("team-a"))).response.patch, "once they have ended, there is room"
