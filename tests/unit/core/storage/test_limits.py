@@ -60,6 +60,22 @@ def test_a_chunk_brings_its_age_with_it_but_none_comes_from_the_future(clock):
     assert expiry.is_past(B)
 
 
+def test_what_was_stored_while_the_clock_was_ahead_lives_no_longer_than_the_rest(clock):
+    expiry = Expiry(10, clock)
+    clock.now = 4600
+    expiry.add(A, None)
+    expiry.add(B, None)
+    clock.now = 1000
+    assert not any(expiry.is_past(key) for key in (A, B))
+    assert expiry.past(5) == []
+    expiry.add(C, None)
+    clock.now = 1009.9
+    assert not expiry.is_past(A)
+    clock.now = 1010
+    assert expiry.is_past(A), "its time began when it was next looked at"
+    assert expiry.past(5) == [A, B, C]
+
+
 def test_an_old_chunk_behind_younger_ones_is_not_served_though_found_later(clock):
     expiry = Expiry(10, clock)
     expiry.add(A, None)

@@ -16,6 +16,7 @@ class Expiry:
 
     All chunks live equally long, so that they end in the order in which they were stored. A chunk that comes from another tier brings its
     age with it and may end before those in front of it: it is never served too long, but found by `past` only after them.
+    A chunk that was stored while the clock was ahead counts as stored when it is next looked at.
 
     Args:
         ttl_s: How long a chunk is served after it was stored, seconds.
@@ -47,14 +48,20 @@ class Expiry:
 
     def is_past(self, key: ChunkKey) -> bool:
         """Whether a held chunk is not to be served any more."""
-        return self._ends[key] <= self._clock()
+        now = self._clock()
+        return self._end(key, now) <= now
 
     def past(self, limit: int) -> list[ChunkKey]:
         """Held chunks that are not to be served any more, at most `limit` of them, oldest first."""
         found: list[ChunkKey] = []
         now = self._clock()
-        for key, end in self._ends.items():
-            if end > now or len(found) == limit:
+        for key in self._ends:
+            if self._end(key, now) > now or len(found) == limit:
                 break
             found.append(key)
         return found
+
+    def _end(self, key: ChunkKey, now: float) -> float:
+        """When a held chunk ends; never further off than for one that is stored now."""
+        end = self._ends[key] = min(self._ends[key], now + self._ttl_s)
+        return end
