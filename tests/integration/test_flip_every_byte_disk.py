@@ -14,6 +14,7 @@ from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 SMALL_PAYLOAD_BYTES = 7000
 LARGE_PAYLOAD_BYTES = 32 << 20
 NUM_RANDOM_OFFSETS = 24
+VERSION_BYTES = (4, 5)
 SEED = 20261121
 
 
@@ -30,6 +31,14 @@ class Flipper:
             [byte] = file.read(1)
             file.seek(at)
             file.write(bytes([byte ^ mask]))
+
+    def find_again(self, at: int) -> None:
+        """Put the record back that a start has set aside; one that seems to be of another version was left."""
+        if at in VERSION_BYTES:
+            assert self._path.exists()
+        else:
+            [bad] = self._path.parents[2].joinpath(".bad").iterdir()
+            bad.rename(self._path)
 
 
 async def stored(root, num_bytes: int) -> None:
@@ -75,8 +84,7 @@ async def test_every_byte_of_a_head_before_a_start(tmp_path):
         await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), f"byte {at}"
         await disk.close()
-        [bad] = (tmp_path / ".bad").iterdir()
-        bad.rename(flipper._path)
+        flipper.find_again(at)
         flipper.flip(at, 0x10)
 
 
@@ -93,8 +101,7 @@ async def test_random_bytes_of_a_large_record(tmp_path):
         await disk.wait_loaded()
         assert isinstance(await read_once(disk, arena), MissReason), f"seed {SEED}: byte {at}, mask {mask}"
         await disk.close()
-        [bad] = (tmp_path / ".bad").iterdir()
-        bad.rename(flipper._path)
+        flipper.find_again(at)
         flipper.flip(at, mask)
     disk = LocalDiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
     await disk.open()

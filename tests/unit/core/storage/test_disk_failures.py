@@ -189,7 +189,10 @@ async def test_a_half_written_file_that_cannot_be_removed_stays_charged(disk, fi
 
 @pytest.mark.parametrize(
     ("code", "reason", "is_kept"),
-    [(errno.EIO, MissReason.CORRUPT, False), (errno.EMFILE, MissReason.UNAVAILABLE, True), (errno.ENOMEM, MissReason.UNAVAILABLE, True)],
+    [
+        (errno.EISDIR, MissReason.CORRUPT, False),
+        *((code, MissReason.UNAVAILABLE, True) for code in (errno.EIO, errno.EMFILE, errno.ENOMEM)),
+    ],
 )
 async def test_a_read_that_fails_is_a_miss(disk, files, code, reason, is_kept):
     await disk.batched_put([make_chunk("a")])

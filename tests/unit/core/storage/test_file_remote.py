@@ -326,6 +326,8 @@ async def test_clearing_leaves_foreign_files(tier, tmp_path):
     for path in foreign:
         path.write_bytes(b"mine")
     (tmp_path / "lost+found").mkdir()
+    for name in (b"\xff\xfe", "ü".encode() * 100):
+        (tmp_path / os.fsdecode(name)).mkdir()
     assert await tier.clear() == 3
     assert all(path.exists() for path in foreign)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryObj
@@ -31,6 +32,10 @@ DEFAULT_NUM_THREADS = 4
 LOAD_WAIT_S = 1.0
 """How long `open` waits for the directory to be read; a large one goes on in the background."""
 CLOSE_WAIT_S = 10.0
+LOOK_AGAIN_S = 10.0
+"""Between two looks at files that could not be read; longer where a look takes longer."""
+LOOK_AGAIN_SHARE = 0.05
+"""Of a thread's time, spent at most on such looks."""
 
 _Job = tuple[int, MemoryObj, "Future[Result]"]
 
@@ -88,6 +93,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: Future[None] | None = None
         self._has_opened = asyncio.Event()
+        self._tasks = TaskSupervisor(self._pool.name)
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -113,9 +119,12 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             await self.close()
             raise
         self._has_opened.set()
+        self._tasks = TaskSupervisor(self._pool.name)
+        self._tasks.start("look-again", self._look_again())
 
     async def close(self) -> None:
         """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory up. Idempotent."""
+        await self._tasks.close()
         if await self._pool.close(CLOSE_WAIT_S):
             self._lock.release()
         else:
@@ -174,7 +183,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`."""
-        return await self._when_loaded(lambda: self._store.remove(self._index.keys(tenant)))
+        return await self._when_loaded(lambda: self._store.clear(tenant))
 
     def keys(self) -> list[ChunkKey]:
         """Names of all chunks that would be served now."""
@@ -217,7 +226,19 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._lock.acquire()
 
     def _takes_writes(self) -> bool:
-        return self._loading is not None and self._loading.done()
+        return self._store.is_loaded
+
+    async def _look_again(self) -> None:
+        await self.wait_loaded()
+        pause_s = LOOK_AGAIN_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if not self._store.has_unread:
+                continue
+            began = time.monotonic()
+            with contextlib.suppress(OSError):  # the root itself: logged when it first failed
+                await self._pool.run(self._store.look_again)
+            pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:
         self._pool.check_open()
@@ -246,4 +267,4 @@ def _release_result(future: Future[Result]) -> None:
 
 def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (failure := future.exception()) is not None:
-        logger.error("the disk tier's directory cannot be read; it stays empty: %s", failure)
+        logger.error("the disk tier's directory cannot be read, nothing is stored until it can: %s", failure)

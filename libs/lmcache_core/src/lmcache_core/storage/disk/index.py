@@ -82,15 +82,15 @@ class DiskIndex:
             return [self._live(key) or self._miss(key) for key in keys]
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """Like `find_many`, but not an access, and `corrupt` for one that was damaged and has not come back since."""
+        """Like `find_many`, but not an access, and what `note_damage` was told of one that has not come back since."""
         with self._lock:
             found = [self._live(key) or self._miss(key) for key in keys]
             return [self._damaged.miss(key) if entry == _NEVER_STORED else entry for key, entry in zip(keys, found, strict=True)]
 
-    def note_damage(self, key: ChunkKey) -> None:
-        """A record that is no longer held was damaged; remembered for whoever asks why it is gone."""
+    def note_damage(self, key: ChunkKey, reason: MissReason = MissReason.CORRUPT) -> None:
+        """Remember why a record is no longer held: `corrupt`, or `unavailable` if it cannot be read."""
         with self._lock:
-            self._damaged.add(key, MissReason.CORRUPT)
+            self._damaged.add(key, reason)
 
     def find(self, key: ChunkKey) -> DiskEntry | Miss:
         """The entry to read, which counts as an access, or why there is none."""
@@ -143,10 +143,14 @@ class DiskIndex:
             self._insert(key, entry)
 
     def restore(self, found: Sequence[tuple[ChunkKey, DiskEntry]]) -> None:
-        """Take over records found on disk, coldest first; they may exceed capacity and quotas."""
+        """Take over records found on disk, coldest first, but for those that are held already.
+
+        They may exceed capacity and quotas.
+        """
         with self._lock:
             for key, entry in found:
-                self._insert(key, entry)
+                if key not in self._entries:
+                    self._insert(key, entry)
 
     def victim(self, tenant: str | None = None) -> ChunkKey | None:
         """The chunk (of that tenant) to give up next; nothing changes."""

@@ -23,6 +23,8 @@ BAD_SUFFIX = ".bad"
 MAX_NAME_BYTES = 255
 BLOCK_BYTES = 4096
 """A file takes whole blocks of the file system."""
+FILE_DEPTH = 3
+"""Directories and file below the root, for a record."""
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"[0-9a-f]{64}\.kvr")
@@ -86,9 +88,12 @@ def tenant_directory(tenant: str) -> str:
 
 
 def tenant_of(directory: str) -> str | None:
-    """The tenant whose directory has that name, None when it is nobody's."""
+    """The tenant whose directory has that name, None when it is of no tenant."""
     tenant = unquote(directory)
-    return tenant if tenant and tenant_directory(tenant) == directory else None
+    try:
+        return tenant if tenant_directory(tenant) == directory else None
+    except ValueError:  # empty, too long when quoted, or bytes that are no UTF-8
+        return None
 
 
 def is_shard(directory: str) -> bool:

@@ -21,7 +21,7 @@ class FilePool:
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._name = name
+        self.name = name
         self._num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
         self._running: set[Future[Any]] = set()
@@ -29,12 +29,12 @@ class FilePool:
     def check_open(self) -> None:
         """Raise `UnavailableError` unless it takes work."""
         if self._pool is None:
-            raise UnavailableError(f"{self._name} is not open")
+            raise UnavailableError(f"{self.name} is not open")
 
     def open(self) -> None:
         """Take work from now on; threads start when there is some."""
         assert self._pool is None, "a pool is opened once"
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self.name)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run `work` in a thread; the caller owns the future, which is cancelled when the pool closes before its turn.
@@ -47,7 +47,7 @@ class FilePool:
                 raise RuntimeError  # as the pool itself says it, if it is closed in this moment
             future = self._pool.submit(work, *arguments)
         except RuntimeError as exc:
-            raise UnavailableError(f"{self._name} is not open") from exc
+            raise UnavailableError(f"{self.name} is not open") from exc
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
@@ -74,7 +74,7 @@ class FilePool:
                 future.add_done_callback(lambda done: _discard(done, discard))
             raise
         if future.cancelled():
-            raise UnavailableError(f"{self._name} was closed")
+            raise UnavailableError(f"{self.name} was closed")
         return future.result()
 
     async def close(self, wait_s: float) -> bool:

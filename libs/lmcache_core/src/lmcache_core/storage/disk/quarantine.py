@@ -18,6 +18,8 @@ MAX_BAD_FILES = 8
 class Quarantine:
     """Files that are charged but never served. Not thread-safe: the store calls it under its lock for names.
 
+    What could not be read is not among them: nothing is known about it.
+
     Args:
         layout: Where they go.
         index: What they are charged to.
@@ -29,9 +31,15 @@ class Quarantine:
         self._index = index
         self._files = files
         self._held: deque[tuple[Path, int]] = deque()
+        self._left: deque[tuple[Path, int]] = deque()
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def leave(self, path: Path, charge: int) -> None:
+        """Leave a good record of a later version where it is, until its space is needed."""
+        self._index.charge_anyway(charge)
+        self._left.append((path, charge))
 
     def take(self, path: Path, charge: int) -> None:
         """Set a damaged file aside; the oldest ones above `MAX_BAD_FILES` are removed. Never raises `OSError`.
@@ -56,23 +64,31 @@ class Quarantine:
         self._index.charge_anyway(charge)
         self._held.append((path, charge))
         if len(self._held) > MAX_BAD_FILES:
-            self.remove_oldest()
+            self._remove_first(self._held)
 
     def remove_oldest(self) -> bool:
-        """Remove the file held longest; False when there is none, or it cannot be removed: it is then held on, and tried last."""
-        if not self._held:
-            return False
-        path, charge = self._held.popleft()
-        try:
-            self._files.unlink(path)
-        except OSError:
-            self._held.append((path, charge))
-            return False
-        self._index.unreserve(charge)
-        return True
+        """Remove the damaged file held longest, or else the oldest of a later version.
+
+        Returns:
+            False when there is none, or it cannot be removed: it is then held on, and tried last.
+        """
+        return self._remove_first(self._held) or self._remove_first(self._left)
 
     def forget(self, path: Path) -> None:
         """A good record has been renamed over that file."""
-        for held in [held for held in self._held if held[0] == path]:
-            self._held.remove(held)
-            self._index.unreserve(held[1])
+        for held in (self._held, self._left):
+            for item in [item for item in held if item[0] == path]:
+                held.remove(item)
+                self._index.unreserve(item[1])
+
+    def _remove_first(self, held: deque[tuple[Path, int]]) -> bool:
+        if not held:
+            return False
+        path, charge = held.popleft()
+        try:
+            self._files.unlink(path)
+        except OSError:
+            held.append((path, charge))
+            return False
+        self._index.unreserve(charge)
+        return True

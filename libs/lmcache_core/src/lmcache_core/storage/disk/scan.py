@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.record import RecordReason, decode_head
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry
-from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, record_name, tenant_of
+from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, is_record, is_shard, record_name, tenant_of
 from lmcache_core.storage.disk.record_file import opened, read_head
+
+LATER_VERSION = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
+"""Why a record may be good to a reader of another version, and so is not damaged."""
 
 
 @dataclass
@@ -23,28 +27,40 @@ class Found:
     Attributes:
         records: Whole records as far as their heads tell, coldest (oldest) first.
         damaged: Files that are named like records and are none, with their sizes.
+        later: Records that a later version has written, with their sizes.
+        unread: Files and directories that could not be read, with the sizes of the files. That says
+            nothing about what is in them.
+        error: Why the last of them could not be read.
         num_foreign: Names that are not ours; they are left alone.
     """
 
     records: list[tuple[ChunkKey, DiskEntry]] = field(default_factory=list)
     damaged: list[tuple[Path, int]] = field(default_factory=list)
+    later: list[tuple[Path, int]] = field(default_factory=list)
+    unread: dict[Path, int] = field(default_factory=dict)
+    error: OSError | None = None
     num_foreign: int = 0
 
 
-def scan(layout: DiskLayout, files: DiskFiles) -> Found:
-    """Look at every file. Raises `OSError` only if the root itself cannot be read."""
+def scan(layout: DiskLayout, files: DiskFiles, places: Sequence[Path]) -> Found:
+    """Look at every file in these places: the root, directories below it, single files."""
     found = Found()
     dated: list[tuple[int, ChunkKey, DiskEntry]] = []
-    for tenant, path in _candidates(layout, files, found):
+    for path in (file for place in places for file in _files_in(layout, files, place, found)):
         size = 0
         try:
             status = files.stat(path)
             size = status.st_size
+            tenant = tenant_of(path.parent.parent.name)
+            assert tenant is not None, "directories of others were passed over"
             key, entry = read_entry(files, tenant, path, status)
         except FileNotFoundError:
             continue
-        except (OSError, RecordError):
-            found.damaged.append((path, size))
+        except RecordError as exc:
+            (found.later if exc.reason in LATER_VERSION else found.damaged).append((path, size))
+            continue
+        except OSError as exc:
+            found.unread[path], found.error = size, exc
             continue
         dated.append((status.st_mtime_ns, key, entry))
     dated.sort(key=lambda item: item[0])
@@ -52,33 +68,30 @@ def scan(layout: DiskLayout, files: DiskFiles) -> Found:
     return found
 
 
-def _candidates(layout: DiskLayout, files: DiskFiles, found: Found) -> Iterator[tuple[str, Path]]:
-    own = {layout.lock.name, layout.temporary.name, layout.bad.name}
-    for directory in files.list_directory(layout.root):
-        if directory in own:
-            continue
-        tenant = tenant_of(directory)
-        shards = None if tenant is None else _names(files, layout.root / directory)
-        if tenant is None or shards is None:
-            found.num_foreign += 1
-            continue
-        for shard in shards:
-            names = _names(files, layout.root / directory / shard) if is_shard(shard) else None
-            if names is None:
-                found.num_foreign += 1
-                continue
-            for name in names:
-                if is_record(name) and name.startswith(shard):
-                    yield tenant, layout.root / directory / shard / name
-                else:
-                    found.num_foreign += 1
-
-
-def _names(files: DiskFiles, path: Path) -> list[str] | None:
+def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) -> Iterator[Path]:
+    """Everything below that is named like a record: `<root>/<tenant>/<shard>/<record>`."""
+    depth = len(path.relative_to(layout.root).parts)
+    if depth == FILE_DEPTH:
+        yield path
+        return
     try:
-        return files.list_directory(path)
-    except OSError:
-        return None
+        names = files.list_directory(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        found.num_foreign += 1
+        return
+    except OSError as exc:
+        found.unread[path], found.error = 0, exc
+        return
+    for name in names:
+        if depth == 0 and name in (layout.lock.name, layout.temporary.name, layout.bad.name):
+            continue
+        is_ours = (tenant_of(name) is not None, is_shard(name), is_record(name) and name.startswith(path.name))[depth]
+        if is_ours:
+            yield from _files_in(layout, files, path / name, found)
+        else:
+            found.num_foreign += 1
 
 
 def read_entry(files: DiskFiles, tenant: str, path: Path, status: os.stat_result) -> tuple[ChunkKey, DiskEntry]:
@@ -94,6 +107,8 @@ def read_entry(files: DiskFiles, tenant: str, path: Path, status: os.stat_result
         RecordError: It is not a whole record of the key that it is named after.
         OSError: It cannot be read.
     """
+    if not stat.S_ISREG(status.st_mode):
+        raise RecordError(RecordReason.MAGIC, "not a regular file")
     with opened(files, path) as fd:
         head = read_head(files, fd)
     header, payload_bytes = decode_head(head)

@@ -6,8 +6,11 @@ import contextlib
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
@@ -16,18 +19,21 @@ from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordRea
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
-from lmcache_core.storage.disk.layout import DiskLayout, charged_bytes
+from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, charged_bytes, tenant_of
 from lmcache_core.storage.disk.quarantine import Quarantine
-from lmcache_core.storage.disk.record_file import name_record, opened, read_head, read_payload, write_record
+from lmcache_core.storage.disk.record_file import BLOCK_BYTES, name_record, opened, read_head, read_payload, write_record
 from lmcache_core.storage.disk.room import DiskRoom
-from lmcache_core.storage.disk.scan import read_entry, scan
+from lmcache_core.storage.disk.scan import LATER_VERSION, Found, read_entry, scan
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
 TIER_NAME = "LocalDiskBackend"
-DAMAGE_ERRNOS = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR})
-"""Errors that say something about the file; others (no descriptors, no memory) leave it for the next read."""
+NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
+"""Errors that say that something else lies in the place of a record. All others are of the environment
+(no descriptors, no memory, no rights, a device that hiccups) and say nothing about the file."""
+AGAIN_S = 5.0
+"""A file whose device fails is set aside if it fails again so much later, while others can be read."""
 EVENTS = (
     "corrupt_chunks",
     "missing_files",
@@ -41,11 +47,25 @@ EVENTS = (
 """What is counted, under these names in `stats`."""
 
 
+class _Unread(NamedTuple):
+    """A file or directory that exists and could not be read.
+
+    Attributes:
+        charge: What it takes of the capacity; 0 where that is not known.
+        needs_payload: Whether it is good again only when all of it can be read, not only its head.
+    """
+
+    charge: int
+    needs_payload: bool = False
+
+
 class DiskStore:
     """The files of one tier. Thread-safe.
 
     Names change (rename, unlink) only under one lock, together with the index, so that an entry always tells what its file
     is. Contents are written and read without it.
+
+    What cannot be read is left where it is, charged and not served, until `look_again` can read it or a new record takes its place.
 
     Args:
         layout: Where files lie.
@@ -66,6 +86,10 @@ class DiskStore:
         self._room = DiskRoom(layout, index, files, self._quarantine, on_removed)
         self._backoff = WriteBackoff()
         self._counters = Counters()
+        self._unread: dict[Path, _Unread] = {}
+        self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
+        self._num_good_reads = 0
+        self.is_loaded = False
 
     def load(self) -> None:
         """Take over what an earlier process left: whole records are served again, everything half-written goes.
@@ -73,20 +97,58 @@ class DiskStore:
         Raises:
             OSError: The root cannot be read.
         """
-        found = scan(self._layout, self._files)
+        root = self._layout.root
+        half_written, bad = self._paths_in(self._layout.temporary), self._paths_in(self._layout.bad)
+        found = scan(self._layout, self._files, [root])
+        if root in found.unread and found.error is not None:
+            raise found.error
         with self._names_lock:
-            self._remove_half_written()
-            for path in self._paths_in(self._layout.bad):
+            self._remove_half_written(half_written)
+            for path in bad:
                 with contextlib.suppress(OSError):
                     self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
-            for path, size in found.damaged:
-                self._quarantine.take(path, charged_bytes(size))
-            self._index.restore(found.records)
-            self._room.shrink()
+            self._take_over(found)
+            self.is_loaded = True
         self._counters.add("damaged_at_start", len(found.damaged))
         self._counters.add("foreign_at_start", found.num_foreign)
+        self._counters.add("failed_reads", len(found.unread))
         if found.damaged:
-            logger.warning("%d files in %s are damaged and are not served", len(found.damaged), self._layout.root)
+            logger.warning("%d files in %s are damaged and are not served", len(found.damaged), root)
+        if found.later:
+            logger.warning("%d records in %s are of a later version, and are left for it", len(found.later), root)
+        if found.error is not None:
+            logger.warning("cannot read files, trying again: path=%s files=%d error=%s", root, len(found.unread), found.error.strerror)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `look_again` has anything to do."""
+        return bool(self._unread) or not self.is_loaded
+
+    def look_again(self) -> None:
+        """Try once more to read what could not be read, and serve what can be.
+
+        Raises:
+            OSError: The root can still not be read.
+        """
+        if not self.is_loaded:
+            self.load()
+            return
+        with self._names_lock:
+            unread = dict(self._unread)
+        places = [path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)]
+        found = scan(self._layout, self._files, places)
+        with self._names_lock:
+            # A write or a removal may have come first: then the file is not ours to judge by what it was.
+            places = [path for path in places if path in self._unread]
+            found.records = [(key, entry) for key, entry in found.records if self._is_below(self._layout.record(key), places)]
+            doubtful = [path for path, _ in (*found.damaged, *found.later) if self._is_below(path, places)]
+            judged = scan(self._layout, self._files, doubtful)
+            found.damaged, found.later = judged.damaged, judged.later
+            for path in places:
+                self._forget_unread(path)
+            self._take_over(found)
+        if places and not self._unread:
+            logger.info("files can be read again: path=%s", self._layout.root)
 
     def write(self, chunk: Chunk) -> bool:
         """Keep one chunk. The caller holds its memory until this returns.
@@ -133,6 +195,7 @@ class DiskStore:
         except BaseException:
             memory.ref_count_down()
             raise
+        self._num_good_reads += 1  # a count that two threads may miss: it only has to grow
         return Chunk(key, header, head, memory, TIER_NAME, entry.stored_at)
 
     def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
@@ -168,7 +231,7 @@ class DiskStore:
                 return True
             if not self._index.reserve(entry.charge, key.tenant):
                 return False
-            self._quarantine.forget(path)
+            self._forget(path)
             self._index.commit(key, entry)
         return self._index.contains_many([key])[0]  # not if its time is over already
 
@@ -176,17 +239,30 @@ class DiskStore:
         """Forget chunks and remove their files; how many were held. A file that cannot be removed stays charged."""
         num_removed = 0
         for key in keys:
+            path = self._path(key)
+            if path is None:
+                continue
             with self._names_lock:
                 entry = self._index.remove(key)
-                if entry is None:
+                if entry is not None:
+                    self._unlink(path, entry.charge)
+                elif path in self._unread:
+                    self._unlink(path, self._forget_unread(path))
+                else:
                     continue
-                path = self._layout.record(key)
-                try:
-                    self._files.unlink(path)
-                except OSError:
-                    self._quarantine.adopt(path, entry.charge)
             num_removed += 1
             self._on_removed(key)
+        return num_removed
+
+    def clear(self, tenant: str | None = None) -> int:
+        """Remove everything (of that tenant); how many there were. What a directory holds that cannot be read stays."""
+        num_removed = self.remove(self._index.keys(tenant))
+        with self._names_lock:
+            for path in list(self._unread):
+                parts = path.relative_to(self._layout.root).parts
+                if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
+                    self._unlink(path, self._forget_unread(path))
+                    num_removed += 1
         return num_removed
 
     def expire(self) -> None:
@@ -197,7 +273,11 @@ class DiskStore:
     def stats(self) -> dict[str, int]:
         """Figures of the index and of everything that was counted."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
-        return figures | {"quarantined_files": len(self._quarantine), "is_failing": int(self._backoff.is_failing)}
+        return figures | {
+            "quarantined_files": len(self._quarantine),
+            "unread_files": len(self._unread),
+            "is_failing": int(self._backoff.is_failing),
+        }
 
     def _path(self, key: ChunkKey) -> Path | None:
         try:
@@ -215,7 +295,7 @@ class DiskStore:
             with self._names_lock:
                 if self._index.wants(chunk.key, chunk.lossy):
                     name_record(self._files, temporary, path, self._layout.root, self._fsync)
-                    self._quarantine.forget(path)
+                    self._forget(path)
                     self._index.commit(chunk.key, entry)
                     is_committed = True
         finally:
@@ -233,6 +313,56 @@ class DiskStore:
                 self._quarantine.adopt(temporary, charge)
         self._index.unreserve(charge, tenant)
 
+    def _unlink(self, path: Path, charge: int) -> None:
+        """Remove a file that is charged no more; one that cannot be removed stays charged."""
+        try:
+            self._files.unlink(path)
+        except OSError:
+            self._quarantine.adopt(path, charge)
+
+    def _forget(self, path: Path) -> None:
+        """A good record has been renamed over that file."""
+        self._quarantine.forget(path)
+        self._forget_unread(path)
+
+    def _forget_unread(self, path: Path) -> int:
+        """Charge an unread file no more; what it was charged."""
+        unread = self._unread.pop(path, None)
+        if unread is None:
+            return 0
+        self._index.unreserve(unread.charge)
+        return unread.charge
+
+    def _hold_unread(self, path: Path, unread: _Unread) -> None:
+        self._index.charge_anyway(unread.charge)
+        self._unread[path] = unread
+
+    def _take_over(self, found: Found) -> None:
+        for path, size in found.damaged:
+            self._quarantine.take(path, charged_bytes(size))
+        for path, size in found.later:
+            self._quarantine.leave(path, charged_bytes(size))
+        for path, size in found.unread.items():
+            self._hold_unread(path, _Unread(charged_bytes(size)))
+        self._index.restore(found.records)
+        self._room.shrink()
+
+    @staticmethod
+    def _is_below(path: Path, places: Sequence[Path]) -> bool:
+        return not {path, *path.parents}.isdisjoint(places)
+
+    def _is_readable(self, path: Path) -> bool:
+        """Whether every byte of a file can be read, whatever it says."""
+        block = bytearray(BLOCK_BYTES)
+        at = 0
+        try:
+            with opened(self._files, path) as fd:
+                while num_read := self._files.read(fd, block, at):
+                    at += num_read
+        except OSError:
+            return False
+        return True
+
     def _reserve(self, charge: int, tenant: str) -> bool:
         if self._index.reserve(charge, tenant):
             return True
@@ -249,15 +379,20 @@ class DiskStore:
         return head, header
 
     def _unreadable(self, key: ChunkKey, entry: DiskEntry, exc: OSError | RecordError) -> Miss:
-        is_missing = isinstance(exc, FileNotFoundError)
-        if isinstance(exc, OSError) and not is_missing and exc.errno not in DAMAGE_ERRNOS:
+        is_missing = isinstance(exc, FileNotFoundError) and self._is_mounted()
+        if isinstance(exc, OSError) and not is_missing and exc.errno not in NOT_A_FILE:
             self._counters.add("failed_reads")
+            if exc.errno == errno.EIO and self._fails_again(entry):
+                self._set_aside_unread(key, entry, exc)
             return Miss(MissReason.UNAVAILABLE)
+        path = self._layout.record(key)
         with self._names_lock:
             if self._index.remove(key, entry) is None:
                 return Miss(MissReason.EVICTED)
-            if not is_missing:
-                self._quarantine.take(self._layout.record(key), entry.charge)
+            if isinstance(exc, RecordError) and exc.reason in LATER_VERSION:
+                self._quarantine.leave(path, entry.charge)
+            elif not is_missing:
+                self._quarantine.take(path, entry.charge)
                 self._index.note_damage(key)
         self._on_removed(key)
         self._counters.add("missing_files" if is_missing else "corrupt_chunks")
@@ -267,13 +402,39 @@ class DiskStore:
         is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
-    def _remove_half_written(self) -> None:
-        for path in self._paths_in(self._layout.temporary):
+    def _is_mounted(self) -> bool:
+        """Whether a file that is not found is gone by itself, and not with the volume that it is on."""
+        try:
+            self._files.stat(self._layout.lock)
+        except OSError:
+            return False
+        return True
+
+    def _fails_again(self, entry: DiskEntry) -> bool:
+        """Whether that file failed at least `AGAIN_S` ago and others could be read since."""
+        with self._names_lock:
+            now = time.monotonic()
+            failed_at, num_good_reads = self._failed.setdefault(entry, (now, self._num_good_reads))
+            return now - failed_at >= AGAIN_S and self._num_good_reads > num_good_reads
+
+    def _set_aside_unread(self, key: ChunkKey, entry: DiskEntry, exc: OSError) -> None:
+        """Serve a chunk no more until all of its file can be read, or it is stored again."""
+        with self._names_lock:
+            if self._index.remove(key, entry) is None:
+                return
+            self._index.note_damage(key, MissReason.UNAVAILABLE)
+            self._hold_unread(self._layout.record(key), _Unread(entry.charge, needs_payload=True))
+        self._on_removed(key)
+        logger.warning("chunk cannot be read, not served until it can: chunk=%s error=%s", key.key.chunk_hash, exc.strerror)
+
+    def _remove_half_written(self, paths: Sequence[Path]) -> None:
+        for path in paths:
             self._counters.add("leftovers_at_start")
             try:
                 self._files.unlink(path)
             except OSError:
-                self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
+                with contextlib.suppress(OSError):
+                    self._quarantine.adopt(path, charged_bytes(self._files.stat(path).st_size))
 
     def _paths_in(self, directory: Path) -> list[Path]:
         try:

@@ -1,0 +1,307 @@
+"""An error of the environment (no descriptors, no memory, no rights, a device that hiccups) costs hits while it lasts, and no record."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from lmcache_core.record import MissReason
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, store
+from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.testing.backend_suite import Arena, payload_of
+from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
+
+NUM_CHUNKS = 20
+CAPACITY_BYTES = 64 * BLOCK_BYTES
+ENVIRONMENT = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.ETIMEDOUT]
+
+
+class Trouble(DiskFiles):
+    """Fails the named operations with an error number, on paths that contain `only`."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, int] = {}
+        self.only: str = ""
+        self._paths: dict[int, Path] = {}
+        self.may_list = threading.Event()
+        self.may_list.set()
+
+    def _check(self, operation: str, path: Path) -> None:
+        if operation in self.failing and self.only in str(path):
+            raise OSError(self.failing[operation], os.strerror(self.failing[operation]))
+
+    def open(self, path):
+        self._check("open", path)
+        fd = super().open(path)
+        self._paths[fd] = path
+        return fd
+
+    def read(self, fd, buffer, at):
+        self._check("read", self._paths[fd])
+        return super().read(fd, buffer, at)
+
+    def stat(self, path):
+        self._check("stat", path)
+        return super().stat(path)
+
+    def list_directory(self, path):
+        self.may_list.wait(10)
+        self._check("list", path)
+        return super().list_directory(path)
+
+
+@pytest.fixture
+def files(monkeypatch):
+    monkeypatch.setattr(store, "AGAIN_S", 0.0)
+    return Trouble()
+
+
+async def opened(root, files=None, capacity_bytes=CAPACITY_BYTES, **options) -> LocalDiskBackend:
+    disk = LocalDiskBackend(root, capacity_bytes, files=files, **options)
+    await disk.open()
+    return disk
+
+
+async def fill(root, *names, tenant="default") -> dict[object, Path]:
+    disk = await opened(root)
+    chunks = {name: make_chunk(name, tenant=tenant) for name in names}
+    assert all(await disk.batched_put(list(chunks.values())))
+    await disk.close()
+    return {name: disk._layout.record(chunk.key) for name, chunk in chunks.items()}
+
+
+async def get(disk, *names, tenant="default"):
+    return [payload_of(result) for result in await disk.batched_get([make_key(name, tenant) for name in names], Arena())]
+
+
+def records(root: Path) -> int:
+    return len(list(root.rglob("*.kvr")))
+
+
+def used_blocks(disk) -> int:
+    disk.check_integrity()
+    return disk.stats()["used_bytes"] // BLOCK_BYTES
+
+
+@pytest.mark.parametrize("code", ENVIRONMENT, ids=errno.errorcode.get)
+@pytest.mark.parametrize("operation", ["open", "read", "stat"])
+async def test_a_start_that_cannot_read_its_files_leaves_them_and_looks_again(tmp_path, files, operation, code):
+    await fill(tmp_path, *range(NUM_CHUNKS))
+    files.failing = {operation: code}
+    files.only = ".kvr"
+    disk = await opened(tmp_path, files)
+    figures = disk.stats()
+    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (0, 0, 0)
+    assert figures["unread_files"] == NUM_CHUNKS
+    assert records(tmp_path) == NUM_CHUNKS
+    if operation != "stat":
+        assert used_blocks(disk) == NUM_CHUNKS, "they take their part of the capacity"
+    await disk._pool.run(disk._store.look_again)
+    assert disk.stats()["unread_files"] == NUM_CHUNKS
+    files.failing.clear()
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, *range(NUM_CHUNKS)) == [make_payload(i) for i in range(NUM_CHUNKS)]
+    assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, NUM_CHUNKS)
+    await disk.close()
+
+
+@pytest.mark.parametrize("code", ENVIRONMENT, ids=errno.errorcode.get)
+async def test_a_directory_that_cannot_be_listed_is_looked_at_again(tmp_path, files, code):
+    await fill(tmp_path, *range(4), tenant="a")
+    await fill(tmp_path, *range(4), tenant="b")
+    files.failing = {"list": code}
+    files.only = "/a"
+    disk = await opened(tmp_path, files)
+    assert await get(disk, *range(4), tenant="b") == [make_payload(i) for i in range(4)]
+    assert (disk.stats()["foreign_at_start"], disk.stats()["unread_files"]) == (0, 1)
+    assert await disk.batched_put([make_chunk(0, tenant="a")]) == [True]
+    files.failing.clear()
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, *range(4), tenant="a") == [make_payload(i) for i in range(4)]
+    assert used_blocks(disk) == 8
+    await disk.close()
+
+
+async def test_it_looks_again_by_itself(tmp_path, files, monkeypatch):
+    monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
+    await fill(tmp_path, "a")
+    files.failing = {"open": errno.EMFILE}
+    disk = await opened(tmp_path, files)
+    files.failing.clear()
+    async with asyncio.timeout(10):
+        while not (await disk.batched_contains([make_key("a")]))[0]:
+            await asyncio.sleep(0.01)
+    await disk.close()
+
+
+async def test_a_root_that_cannot_be_read_behind_a_slow_start_is_read_later(tmp_path, files, monkeypatch):
+    """No writes meanwhile: what lies there is not counted yet."""
+    await fill(tmp_path, "a")
+    monkeypatch.setattr("lmcache_core.storage.disk.backend.LOAD_WAIT_S", 0.0)
+    files.failing = {"list": errno.EMFILE}
+    files.may_list.clear()
+    disk = await opened(tmp_path, files)
+    files.may_list.set()
+    await disk.wait_loaded()
+    assert await disk.batched_put([make_chunk("b")]) == [False]
+    files.failing.clear()
+    await disk._pool.run(disk._store.look_again)
+    assert await disk.batched_put([make_chunk("b")]) == [True]
+    assert await get(disk, "a", "b") == [make_payload("a"), make_payload("b")]
+    await disk.close()
+
+
+async def test_what_could_not_be_read_is_never_removed_for_room(tmp_path, files):
+    await fill(tmp_path, *range(3))
+    files.failing = {"open": errno.EACCES}
+    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    files.failing.clear()
+    for i in range(10, 15):
+        assert await disk.batched_put([make_chunk(i)]) == [True], "in the one block that is left"
+    assert used_blocks(disk) == 4
+    assert records(tmp_path) == 4
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, *range(3)) == [make_payload(i) for i in range(3)]
+    await disk.close()
+
+
+async def test_a_chunk_stored_again_takes_the_place_of_its_unread_file(tmp_path, files):
+    await fill(tmp_path, "a")
+    files.failing = {"read": errno.ESTALE}
+    disk = await opened(tmp_path, files)
+    files.failing.clear()
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, 1)
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, "a") == [make_payload("a")]
+    await disk.close()
+
+
+@pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
+async def test_what_is_removed_while_it_cannot_be_read_does_not_come_back(tmp_path, files, how):
+    await fill(tmp_path, "a")
+    await fill(tmp_path, "b", tenant="other")
+    files.failing = {"open": errno.EMFILE}
+    disk = await opened(tmp_path, files)
+    if how == "remove":
+        assert await disk.batched_remove([make_key("a")]) == 1
+    else:
+        assert await disk.clear("default" if how == "clear tenant" else None) == (1 if how == "clear tenant" else 2)
+    files.failing.clear()
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    assert await get(disk, "b", tenant="other") == [MissReason.NEVER_STORED if how == "clear" else make_payload("b")]
+    await disk.close()
+
+
+async def test_one_hiccup_of_the_device_costs_one_miss(tmp_path, files):
+    await fill(tmp_path, "a")
+    disk = await opened(tmp_path, files)
+    files.failing = {"read": errno.EIO}
+    assert await get(disk, "a") == [MissReason.UNAVAILABLE]
+    files.failing.clear()
+    assert disk.stats()["failed_reads"] == 1
+    assert disk.stats()["corrupt_chunks"] == 0
+    assert await get(disk, "a") == [make_payload("a")]
+    await disk.close()
+
+
+async def test_a_device_that_fails_altogether_costs_no_file(tmp_path, files):
+    await fill(tmp_path, *range(NUM_CHUNKS))
+    disk = await opened(tmp_path, files)
+    files.failing = {"read": errno.EIO}
+    for _ in range(4):
+        assert await get(disk, *range(NUM_CHUNKS)) == [MissReason.UNAVAILABLE] * NUM_CHUNKS
+    files.failing.clear()
+    assert await get(disk, *range(NUM_CHUNKS)) == [make_payload(i) for i in range(NUM_CHUNKS)]
+    await disk.close()
+
+
+async def test_a_file_that_fails_where_others_can_be_read_is_set_aside_and_looked_at_again(tmp_path, files):
+    paths = await fill(tmp_path, "a", "b")
+    disk = await opened(tmp_path, files)
+    files.failing, files.only = {"read": errno.EIO}, paths["a"].name
+    assert await get(disk, "a", "b") == [MissReason.UNAVAILABLE, make_payload("b")]
+    assert await disk.batched_contains([make_key("a")]) == [True]
+    assert await get(disk, "b", "a") == [make_payload("b"), MissReason.UNAVAILABLE]
+    assert await disk.batched_contains([make_key("a")]) == [False], "so that it is stored again"
+    assert paths["a"].exists()
+    await disk._pool.run(disk._store.look_again)
+    assert await disk.batched_contains([make_key("a")]) == [False], "its payload is still not read"
+    files.failing.clear()
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, "a") == [make_payload("a")]
+    assert used_blocks(disk) == 2
+    await disk.close()
+
+
+async def test_a_volume_that_is_gone_costs_no_entry(tmp_path, files):
+    root = tmp_path / "disk"
+    await fill(root, "a")
+    disk = await opened(root, files)
+    root.rename(tmp_path / "unmounted")
+    root.mkdir()
+    assert await get(disk, "a") == [MissReason.UNAVAILABLE]
+    root.rmdir()
+    (tmp_path / "unmounted").rename(root)
+    assert await get(disk, "a") == [make_payload("a")]
+    await disk.close()
+
+
+CHILD = """
+    import asyncio, os, resource, sys
+    from pathlib import Path
+    from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+    from lmcache_core.testing.chunks import make_chunk
+
+    class Tight(DiskFiles):
+        '''Leaves no descriptor free but, to list a directory, one.'''
+
+        held = []
+
+        def list_directory(self, path):
+            if self.held:
+                os.close(self.held.pop())
+            names = super().list_directory(path)
+            try:
+                while True:
+                    self.held.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                return names
+
+    async def main(root):
+        disk = LocalDiskBackend(root, 1 << 20)
+        await disk.open()
+        assert all(await disk.batched_put([make_chunk(i) for i in range(20)]))
+        await disk.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        tight = Tight()
+        disk = LocalDiskBackend(root, 1 << 20, files=tight)
+        await disk.open()
+        print("without descriptors:", disk.stats()["num_chunks"])
+        for fd in tight.held:
+            os.close(fd)
+        await disk.close()
+        disk = LocalDiskBackend(root, 1 << 20)
+        await disk.open()
+        print("with descriptors:", disk.stats()["num_chunks"])
+        await disk.close()
+
+    asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_start_without_descriptors_costs_no_record(tmp_path):
+    """The kernel's own EMFILE."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["without descriptors: 0", "with descriptors: 20"]
