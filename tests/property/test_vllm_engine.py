@@ -92,7 +92,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.stores.append(FlakyStore(store, len(self.stores), 0.0))
         return self.stores[-1]
 
-    @rule(pieces=PROMPTS, max_tokens=st.integers(1, 12), kind=st.sampled_from(["plain", "plain", "plain", "salt", "adapter", "image"]))
+    @rule(
+        pieces=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        kind=st.sampled_from(["plain", "plain", "plain", "salt", "adapter", "image", "logprobs"]),
+    )
     def add(self, pieces: list[tuple[int, int]], max_tokens: int, kind: str) -> None:
         tokens = [token for number, length in pieces for token in prompt(number, length)][:MAX_PROMPT_TOKENS]
         options: dict[str, Callable[[], dict[str, Any]]] = {
@@ -100,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             "salt": lambda: {"salt": "salt"},
             "adapter": lambda: {"adapter": self.adapter},
             "image": lambda: {"features": [Feature(f"image {len(tokens) % 2}", 2, 5)]},
+            "logprobs": lambda: {"prompt_logprobs": True},
         }
         self.requests.append(self.engine.add(tokens, max_tokens, **options[kind]()))
 

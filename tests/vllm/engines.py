@@ -48,6 +48,7 @@ class Ask:
         adapter: Directory of a LoRA adapter, or "".
         transfer: The request's `kv_transfer_params`, if any.
         pictures: Seeds of the pictures that the placeholders among its tokens stand for.
+        prompt_logprobs: How many logprobs of each token of the prompt it asks for; 0: none.
     """
 
     tokens: tuple[int, ...]
@@ -56,6 +57,7 @@ class Ask:
     adapter: str = ""
     transfer: dict[str, Any] | None = None
     pictures: tuple[int, ...] = ()
+    prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Answer:
         num_cached: Tokens of the prompt that vLLM did not compute, as it counts them.
         finish_reason: vLLM's.
         took_s: From the first of the requests asked together to the last answer.
+        prompt_logprobs: As `logprobs`, for the tokens of the prompt but the first, where they were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -75,6 +78,7 @@ class Answer:
     num_cached: int
     finish_reason: str
     took_s: float = 0.0
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
 
 
 def release(version: str | None = None) -> tuple[int, ...]:
@@ -84,8 +88,14 @@ def release(version: str | None = None) -> tuple[int, ...]:
 
 def from_plain(plain: Mapping[str, Any]) -> Answer:
     """An answer out of `asdict`, where JSON has made token ids texts."""
-    logprobs = tuple({int(token): value for token, value in of_token.items()} for of_token in plain["logprobs"])
-    return Answer(tuple(plain["tokens"]), logprobs, plain["num_cached"], plain["finish_reason"], plain["took_s"])
+    of_answer, of_prompt = (
+        tuple({int(token): value for token, value in of_token.items()} for of_token in plain[name])
+        for name in ("logprobs", "prompt_logprobs")
+    )
+    return Answer(
+        *(tuple(plain["tokens"]), of_answer, plain["num_cached"], plain["finish_reason"]),
+        *(plain["took_s"], of_prompt),
+    )
 
 
 def engine_options(model: Path, **options: Any) -> dict[str, Any]:
@@ -143,6 +153,7 @@ class Engine:
                 max_tokens=ask.num_new,
                 ignore_eos=True,
                 logprobs=NUM_LOGPROBS,
+                prompt_logprobs=ask.prompt_logprobs or None,
                 detokenize=False,
                 extra_args=None if ask.transfer is None else {"kv_transfer_params": ask.transfer},
             )
@@ -224,8 +235,16 @@ def _prompt(ask: Ask) -> dict[str, Any]:
 
 def _answer(output: Any, took_s: float) -> Answer:
     (completion,) = output.outputs
-    logprobs = tuple({int(token): float(about.logprob) for token, about in of_token.items()} for of_token in completion.logprobs or ())
-    return Answer(tuple(completion.token_ids), logprobs, output.num_cached_tokens or 0, str(completion.finish_reason), took_s)
+    of_answer, of_prompt = _logprobs(completion.logprobs), _logprobs((output.prompt_logprobs or ())[1:])
+    return Answer(
+        *(tuple(completion.token_ids), of_answer, output.num_cached_tokens or 0),
+        *(str(completion.finish_reason), took_s, of_prompt),
+    )
+
+
+def _logprobs(of_tokens: Any) -> tuple[dict[int, float], ...]:
+    """vLLM's logprobs as plain numbers."""
+    return tuple({int(token): float(about.logprob) for token, about in of_token.items()} for of_token in of_tokens or ())
 
 
 @contextlib.contextmanager

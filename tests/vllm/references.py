@@ -51,14 +51,22 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float, name: str = 
     assert answer.finish_reason == expected.finish_reason, name
     assert answer.tokens == expected.tokens, name
     assert distance(answer, expected) <= tolerance, name
+    assert len(answer.prompt_logprobs) == len(expected.prompt_logprobs), name
+    if expected.prompt_logprobs:
+        differs = "its prompt's logprobs"
+        assert _largest_difference(answer.prompt_logprobs, expected.prompt_logprobs) <= tolerance, f"{name}: {differs}"
 
 
 def distance(answer: Answer, other: Answer) -> float:
     """The largest difference of a logprob that both name, over all their tokens; infinite where they name nothing in common."""
     assert len(answer.logprobs) == len(other.logprobs) > 0
+    return _largest_difference(answer.logprobs, other.logprobs)
+
+
+def _largest_difference(ours: Sequence[dict[int, float]], theirs: Sequence[dict[int, float]]) -> float:
     differences = []
-    for ours, theirs in zip(answer.logprobs, other.logprobs, strict=True):
-        differences.append(max((abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()), default=math.inf))
+    for one, other in zip(ours, theirs, strict=True):
+        differences.append(max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=math.inf))
     return max(differences)
 
 

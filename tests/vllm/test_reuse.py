@@ -56,6 +56,22 @@ def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> No
 
 
 @EITHER_LOAD
+@pytest.mark.smoke
+def test_logprobs_of_the_prompt(world: World, load: str) -> None:
+    """vLLM has them of tokens that it computes: nothing is loaded for such a request. What it computes is stored."""
+    sidecar = world.sidecar()
+    asking, plain = Ask(prompt(7, 900), prompt_logprobs=3), Ask(prompt(7, 900))
+    with running_engine(world.options(lmcache_load=load)) as engine:
+        fill(engine, sidecar, asking)
+        again = engine.ask(asking)
+        assert again.num_cached == 0
+        engine.reset()
+        hit = engine.ask(plain)
+        assert hit.num_cached == 3 * CHUNK_SIZE
+    world.references.check([again, hit], [asking, plain], LLAMA)
+
+
+@EITHER_LOAD
 def test_prompts_that_end_with_a_chunk(world: World, load: str) -> None:
     """At least one token has to be computed, or there is nothing to sample from. Loaded asynchronously, a prompt may be there as a whole;
     vLLM then computes its last token again."""

@@ -36,6 +36,19 @@ def test_a_prompt_that_vllm_has_forgotten(any_module: ModuleType, model: Path, l
     assert hit.output == cold.output
 
 
+@EITHER_LOAD
+def test_logprobs_of_the_prompt_are_computed(any_module: ModuleType, model: Path, load: str) -> None:
+    """Before 0.31 vLLM leaves that to the connector: logprobs of tokens that are loaded would be uninitialised memory."""
+    with running(any_module, model, embedded(load=load)) as engine:
+        engine.ask(prompt(1, 43), prompt_logprobs=True)
+        engine.forget()
+        again = engine.ask(prompt(1, 43), prompt_logprobs=True)
+        assert engine.tally(again).num_external == 0
+        engine.forget()
+        without = engine.ask(prompt(1, 43))
+    assert engine.tally(without).num_external == 40, "what it computed is stored all the same"
+
+
 @pytest.mark.parametrize(("layout", "tensors", "group"), LAYOUTS)
 def test_every_layout(module: ModuleType, model: Path, layout: str, tensors: str, group: GroupShape) -> None:
     with running(module, model, embedded(layout=layout), shape=Shape((group,), layout=tensors)) as engine:

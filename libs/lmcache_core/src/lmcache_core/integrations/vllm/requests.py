@@ -55,6 +55,11 @@ class RequestState:
         """vLLM's name for it."""
         return str(self.request.request_id)
 
+    @property
+    def may_load(self) -> bool:
+        """Whether KV may be loaded for it: not once a load has failed, nor where vLLM needs every token computed (prompt logprobs)."""
+        return not (self.gave_up or getattr(self.request, "skip_reading_prefix_cache", False))
+
     def forget_offer(self) -> None:
         """What was offered has been taken, or is out of date."""
         self.offer, self.asked_at = None, None

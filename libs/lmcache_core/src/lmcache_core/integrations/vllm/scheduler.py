@@ -65,14 +65,14 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """A request has come: what it needs begins to be lifted while it waits for its turn."""
         state = self._state_of(request)
-        if not state.gave_up:
+        if state.may_load:
             self._ask(state)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None: not known yet, ask again."""
         state = self._state_of(request)
         state.num_local = num_local
-        if state.gave_up or state.is_loading or self._is_out:
+        if not state.may_load or state.is_loading or self._is_out:
             return 0, False
         if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(state):
             self._end_offer(state)
