@@ -28,7 +28,7 @@ class SidecarClient:
 
     Attributes:
         name: Names the engine, the same for all of its processes; by default this process.
-        groups: Layer groups that chunks are stored for, by their names in keys.
+        groups: Layer groups that chunks are stored for, by their names in keys; none: this process does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
     """
 
@@ -84,7 +84,7 @@ def _create(
         from lmcache_core.sidecar import SidecarChunkStore
 
         hello = _hello(metadata, client.name or f"engine-{os.getpid()}")
-        described = _describing(config, metadata, client.groups)
+        described = _describing(config, metadata, client.groups) if client.groups else None
         path, timeout_s = Path(config.sidecar_socket), config.tier_timeout_s
         return SidecarChunkStore(path, hello, timeout_s, counters, workers, described, client.loads_beside)
     if memory_allocator is None:

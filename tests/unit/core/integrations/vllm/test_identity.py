@@ -142,6 +142,42 @@ def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
     assert identity(tmp_path, change=setting("load_config.load_format", "dummy"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [setting("load_config.load_format", "tensorizer"), setting("model_config.model_weights", "s3://bucket/model")],
+)
+def test_weights_that_are_not_the_folders_are_to_be_named(model: Path, change: Change) -> None:
+    """What lies in the folder is then not what the engine computes with."""
+    with pytest.raises(LayoutError, match=r'say so with "lmcache.revision"'):
+        identity(model, change=change)
+    assert identity(model, change=change, revision="1")
+
+
+def test_a_configuration_from_elsewhere_does_not_tell_the_weights(model: Path) -> None:
+    def from_hub(config: Any) -> None:
+        config.model_config.model = "org/absent"
+        config.model_config.hf_config._commit_hash = "0" * 40
+
+    def with_other_config(config: Any) -> None:
+        from_hub(config)
+        config.model_config.hf_config_path = "org/other"
+
+    assert identity(model, change=from_hub)
+    with pytest.raises(LayoutError):
+        identity(model, change=with_other_config)
+
+
+def test_a_worker_does_not_read_the_weights(tmp_path: Path) -> None:
+    """All ranks would read the same files; they name no chunks."""
+    absent = tmp_path / "absent"
+    config, caches = vllm_config(PLAIN, absent, embedded(), 0), kv_cache_config(PLAIN)
+    arguments = config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.32.0"
+    with pytest.raises(LayoutError):
+        identity_of(*arguments)
+    of_worker = identity_of(*arguments, is_worker=True)
+    assert of_worker.metadata.layout == identity(make_model(tmp_path)).metadata.layout
+
+
 def test_models_that_need_every_token_computed_are_refused(model: Path) -> None:
     """vLLM turns its own prefix cache off for them, and asks a connector all the same."""
     with pytest.raises(LayoutError, match="needs every token"):

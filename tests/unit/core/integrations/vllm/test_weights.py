@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
-from lmcache_core.integrations.vllm import weights
 from lmcache_core.integrations.vllm.weights import adapter_fingerprint, adapter_version, model_fingerprint, options_fingerprint
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
@@ -20,11 +19,14 @@ def fingerprint(model: Path) -> str | None:
     return model_fingerprint(str(model), None, SimpleNamespace())
 
 
-def safetensors(fills: Mapping[str, bytes]) -> bytes:
-    """A file of tensors of 2000 bytes, all the same."""
-    entries = {name: {"dtype": "U8", "shape": [2000], "data_offsets": [2000 * i, 2000 * (i + 1)]} for i, name in enumerate(fills)}
+def safetensors(tensors: Mapping[str, bytes]) -> bytes:
+    """A file of tensors."""
+    entries, at = {}, 0
+    for name, content in tensors.items():
+        entries[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [at, at + len(content)]}
+        at += len(content)
     header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
-    return len(header).to_bytes(8, "little") + header + b"".join(fill * 2000 for fill in fills.values())
+    return len(header).to_bytes(8, "little") + header + b"".join(tensors.values())
 
 
 def test_a_model_on_disk_is_told_by_its_files(tmp_path: Path) -> None:
@@ -37,45 +39,36 @@ def test_a_model_on_disk_is_told_by_its_files(tmp_path: Path) -> None:
     assert len({before, fingerprint(first), fingerprint(other)}) == 3
 
 
-@pytest.mark.parametrize("place", [0, -1])
-def test_both_ends_of_a_large_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    monkeypatch.setattr(weights, "SAMPLE_BYTES", 16)
-    model = make_model(tmp_path, "x" * 100)
-    before = fingerprint(model)
-    content = bytearray(b"x" * 100)
-    content[place] = 0
-    (model / "model.safetensors").write_bytes(content)
-    assert fingerprint(model) != before
-
-
-@pytest.mark.parametrize("changed", ["first", "second", "third"])
-@pytest.mark.parametrize("is_safe", [True, False])
-def test_every_tensor_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, is_safe: bool) -> None:
-    """An adapter that has been merged into a model leaves its embeddings and norms as they were, at both ends of the file."""
-    monkeypatch.setattr(weights, "SAMPLE_BYTES", 64)
-
-    def fingerprint_of(**fills: bytes) -> str | None:
-        model = make_model(tmp_path)
-        (model / "model.safetensors").write_bytes(safetensors(fills) if is_safe else b"".join(fill * 2000 for fill in fills.values()))
-        return fingerprint(model)
-
-    before = {"embed": b"e", "first": b"1", "second": b"2", "third": b"3", "norm": b"n"}
-    assert fingerprint_of(**before) == fingerprint_of(**before) != fingerprint_of(**(before | {changed: b"x"}))
-
-
-def test_a_header_that_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 777_777, -1])
+def test_every_byte_counts(tmp_path: Path, place: int) -> None:
     model = make_model(tmp_path)
+    content = bytearray(bytes(3 << 20))
     found = set()
-    for content in (b"", b"1", b"\x02" + bytes(7) + b"{]", b"\x02" + bytes(7) + b"\xff{}", b"\xff" * 20, safetensors({})):
+    for _ in range(2):
         (model / "model.safetensors").write_bytes(content)
         found.add(fingerprint(model))
-    assert len(found) == 6
+        content[place] ^= 1
+    assert len(found) == 2
 
 
-def test_a_model_of_many_tensors_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_SPOTS", 10)
-    content = BytesIO(safetensors({f"t{i}": b"x" for i in range(100)}))
-    assert len(weights._spots(content, len(content.getvalue()))) == 10
+@pytest.mark.parametrize("changed", ["embeddings of some tokens", "some rows of a projection"])
+def test_a_training_of_a_part_of_a_tensor_counts(tmp_path: Path, changed: str) -> None:
+    """Neither is at an end or in the middle of its tensor, and the file is as long as before."""
+    noise = numpy.random.default_rng(1)
+    embeddings, projection = noise.random((4096, 256), numpy.float32), noise.random((128, 256), numpy.float32)
+
+    def fingerprint_of() -> str | None:
+        model = make_model(tmp_path)
+        (model / "model.safetensors").write_bytes(safetensors({"embed": embeddings.tobytes(), "v_proj": projection.tobytes()}))
+        return fingerprint(model)
+
+    before = fingerprint_of()
+    assert fingerprint_of() == before
+    if changed == "embeddings of some tokens":
+        embeddings[[7, 300, 3000]] += 0.01
+    else:
+        projection[21:42] += 0.01
+    assert fingerprint_of() != before
 
 
 def test_a_model_of_one_file(tmp_path: Path) -> None:
@@ -88,12 +81,37 @@ def test_a_folder_without_weights_says_nothing_of_them(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) is None
 
 
-def test_a_model_on_a_hub_is_told_by_its_commit() -> None:
-    def of(revision: str | None, **config: str) -> str | None:
-        return model_fingerprint("org/model", revision, SimpleNamespace(**config))
+COMMIT, OTHER = "0a" * 20, "0b" * 20
 
-    assert of("main", _commit_hash="abc") == of(None, _commit_hash="abc") != of(None, _commit_hash="def")
-    assert of("v1") != of("v2")
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What has been downloaded: one commit of one model, which is `main`."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--model"
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return repository
+
+
+def of_hub(revision: str | None, name: str = "org/model", **config: str) -> str | None:
+    return model_fingerprint(name, revision, SimpleNamespace(**config))
+
+
+def test_a_model_on_a_hub_is_told_by_its_commit(hub: Path) -> None:
+    assert of_hub("main", _commit_hash=COMMIT) == of_hub(None, _commit_hash=COMMIT) != of_hub(None, _commit_hash=OTHER)
+    assert of_hub(COMMIT) == of_hub(None) == of_hub("main"), "what is downloaded tells it where the configuration does not"
+    (hub / "refs" / "main").write_text(OTHER)
+    (hub / "snapshots" / OTHER).mkdir()
+    assert of_hub(None) != of_hub(COMMIT)
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1"])
+def test_a_branch_of_a_hub_tells_no_weights(hub: Path, revision: str | None) -> None:
+    """It may be other ones tomorrow, under the same name."""
+    assert of_hub(revision, "org/other") is None
+    assert of_hub(OTHER, "org/other") is not None
 
 
 @pytest.mark.parametrize("as_method", [True, False])
@@ -109,8 +127,7 @@ def test_options_of_the_model_count_and_its_names_do_not(as_method: bool) -> Non
     assert of(**base) != of(**(base | {"text_config": {"layers": 3}}))
 
 
-def test_an_adapter_is_told_by_its_whole_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SAMPLE_BYTES", 4)
+def test_an_adapter_is_told_by_its_whole_content(tmp_path: Path) -> None:
     first = make_adapter(tmp_path / "1", "x" * 50 + "1" + "x" * 50)
     other = make_adapter(tmp_path / "2", "x" * 50 + "2" + "x" * 50)
     assert adapter_fingerprint(first) != adapter_fingerprint(other)

@@ -9,7 +9,7 @@ How to use it: `docs/vllm.md`.
 | `planned_stores.py` | the scheduler's side: what is to be stored |
 | `worker.py`, `loads.py`, `memory.py` | a worker's side: vLLM's blocks to and from the chunk store |
 | `plan.py` | what the two sides tell each other |
-| `groups.py`, `identity.py`, `weights.py`, `adapters.py`, `contents.py` | what the KV is |
+| `groups.py`, `identity.py`, `weights.py`, `file_digests.py`, `adapters.py`, `contents.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
 | `events.py`, `stats.py`, `sources.py`, `logs.py` | KV events, figures, where hits came from, log lines |
 | `bundled.py` | packages that come along where vLLM's Python lacks them |

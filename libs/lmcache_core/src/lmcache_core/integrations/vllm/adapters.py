@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.integrations.vllm.weights import FileVersions, adapter_fingerprint, adapter_version
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.weights import FileVersions, adapter_fingerprint, adapter_version, downloaded_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Adapters:
             if folder is None:
                 known = self._unknown(key, version, "are in no folder of this machine")
             elif is_first or is_reread:
-                known = self._remember(key, _Known(version, f"{len(key[1])}:{key[1]}@{adapter_fingerprint(folder)}"))
+                known = self._read(key, version, folder)
             else:
                 known = self._unknown(key, version, "have changed since it was loaded")
         if known.name is not None and not is_reread and self._loaded.get(key[0], known.name) != known.name:
@@ -70,6 +70,13 @@ class Adapters:
         folder, known = adapter_folder(str(lora.lora_path)), self._known.get(_key_of(lora))
         return folder is not None and known is not None and known.version == adapter_version(folder)
 
+    def _read(self, key: _Key, version: FileVersions | None, folder: Path) -> _Known:
+        try:
+            fingerprint = adapter_fingerprint(folder)
+        except (LayoutError, OSError) as exc:
+            return self._unknown(key, version, f"cannot be read ({exc})")
+        return self._remember(key, _Known(version, f"{len(key[1])}:{key[1]}@{fingerprint}"))
+
     def _unknown(self, key: _Key, version: FileVersions | None, why: str) -> _Known:
         logger.warning("the files of adapter %s (%s) %s: its requests are not cached until it is loaded anew", key[1], key[2], why)
         return self._remember(key, _Known(version, None))
@@ -87,13 +94,7 @@ def adapter_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute():
-        return None
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(repo_id=path, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not a name on a hub, or nothing downloaded
-        return None
+    return None if folder.is_absolute() else downloaded_folder(path)
 
 
 def _key_of(lora: Any) -> _Key:

@@ -82,13 +82,13 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             options = replace(options, load=ASYNC)
         if options.engine.sidecar_socket is None and vllm_config.parallel_config.world_size > 1:
             raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
-        identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__)
-        roots = Roots(identity)
         is_worker = self.role is base.KVConnectorRole.WORKER
+        identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__, is_worker=is_worker)
+        roots = Roots(identity)
         rank = vllm_config.parallel_config.rank if is_worker else 0
         engine_id = _engine_id(vllm_config, rank)
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
-        names = tuple(group.name for group in groups)
+        names = () if is_worker else tuple(group.name for group in groups)
         loads_beside = is_worker and options.is_async
         self._open_store = open_store(engine_id, options.engine, metadata, names, self._counters, roots.use_salt, loads_beside)
         store = self._open_store.store

@@ -24,6 +24,14 @@ from lmcache_core.token_database.hashing import identity_root
 FMT = "vllm"
 ROOT_APART = b"lmcache/vllm-root/1"
 
+FILE_FORMATS = frozenset(
+    {
+        *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral"),
+        *("npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    }
+)
+"""vLLM's load formats that read the model's own files. Others take weights from somewhere else."""
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -53,9 +61,24 @@ class KVIdentity:
 
 
 def identity_of(
-    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Sequence[CacheGroup],
+    options: ConnectorOptions,
+    release: str,
+    *,
+    is_worker: bool = False,
 ) -> KVIdentity:
-    """Describe the KV of an engine; `release` is vLLM's version.
+    """Describe the KV of an engine.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's cache groups.
+        groups: Those that are cached.
+        options: Options.
+        release: vLLM's version.
+        is_worker: Leave the weights out: chunks are named by the scheduler's side alone, so that one
+            process of an engine reads them.
 
     Raises:
         LayoutError: It depends on more than tokens and weights, or nothing tells which weights, or it is spread over workers in a way
@@ -80,7 +103,7 @@ def identity_of(
         FMT,
         str(spec.dtype),
         shape,
-        revision=_revision_text(vllm_config, options),
+        revision="" if is_worker else _revision_text(vllm_config, options),
         layout=_layout_text(vllm_config, groups, options, release),
     )
     return KVIdentity(metadata, num_ranks, replicas, contents_fingerprint(vllm_config))
@@ -157,9 +180,9 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     """What else decides about the KV of these tokens: weights, and all that is done with them."""
     model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
     is_dummy = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
-    weights = options.revision or model_fingerprint(model.model, model.revision, model.hf_config)
-    if weights is None and not is_dummy:
-        raise LayoutError(f'no weights in {model.model}, so nothing tells which they are: say so with "lmcache.revision"')
+    weights = options.revision or ("" if is_dummy else _weights(vllm_config))
+    if weights is None:
+        raise LayoutError(f'nothing tells which weights {model.model} has: say so with "lmcache.revision"')
     facts = {
         "weights": weights,
         "options": options_fingerprint(model.hf_config),
@@ -169,6 +192,17 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
         "draft": "" if draft is None else f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}",
     }
     return ";".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _weights(vllm_config: Any) -> str | None:
+    """What tells the weights; None where they come from elsewhere than the model's folder or hub."""
+    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    load_format: str = getattr(load, "load_format", "auto")
+    if load_format not in FILE_FORMATS or getattr(model, "model_weights", None):
+        return None
+    has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
+    config = model.hf_config if has_own_config else None
+    return model_fingerprint(model.model, model.revision, config, getattr(load, "download_dir", None))
 
 
 def _layout_text(vllm_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:

@@ -51,7 +51,7 @@ def open_store(
         engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one engine in one process.
         config: Options.
         metadata: What the KV is.
-        groups: Names of the cache groups in keys.
+        groups: Names of the cache groups in keys; none for a side that does not name chunks.
         counters: Where misses are counted.
         on_salt: Called with the tenant's salt, then and later.
         loads_beside: Whether this side loads beside the engine's steps, in which it stores.

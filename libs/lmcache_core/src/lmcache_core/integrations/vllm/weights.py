@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import importlib
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
+from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.file_digests import file_digests
 
-SAMPLE_BYTES = 1 << 20
-"""Read from both ends of each file of the model."""
-SPOT_BYTES = 512
-"""Read from the middle and the end of each tensor: another training changes a tensor everywhere, but maybe not every tensor."""
-MAX_SPOTS = 8192
-"""Spots in one file; of a file with more tensors, every so many-th is read."""
-MAX_HEADER_BYTES = 100 << 20
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-MAX_FILES = 4096
 FileVersions = tuple[tuple[str, int, int], ...]
 """Name, size and time of the last change of each file."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_OF_THE_KV = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"})
 
 
-class _Entry(msgspec.Struct):
-    """A tensor in the header of a safetensors file; what else stands there has no place in the file."""
+def model_fingerprint(model: str, revision: str | None, hf_config: Any, download_dir: str | None = None) -> str | None:
+    """Text that differs for other weights, whatever path they have; None where nothing tells which weights they are.
 
-    data_offsets: tuple[int, int] | None = None
-
-
-_HEADER = msgspec.json.Decoder(dict[str, _Entry])
-
-
-def model_fingerprint(model: str, revision: str | None, hf_config: Any) -> str | None:
-    """Text that differs for other weights, whatever path or name they have; None for a folder without weights, which are then elsewhere.
+    Every byte of a folder's weights is read (`file_digests`).
 
     Args:
         model: Folder of the model, or its only file, or its name on a hub.
         revision: Its revision, if one was asked for.
-        hf_config: Its `transformers` configuration.
+        hf_config: Its `transformers` configuration; None where it is not from the same place as the weights.
+        download_dir: Where vLLM keeps what it downloads; None: where the hub's library does.
+
+    Raises:
+        LayoutError: The files change while they are read, or cannot be read.
     """
     path = Path(model)
     if path.exists():
         files = [path] if path.is_file() else _files(path, WEIGHT_SUFFIXES)
-        return "files-" + _files_fingerprint(files) if files else None
-    commit = getattr(hf_config, "_commit_hash", None)
-    return f"hub-{model}@{commit or revision or 'main'}"
+        try:
+            return "files-" + _files_fingerprint(files) if files else None
+        except OSError as exc:
+            raise LayoutError(f"the weights in {model} cannot be read: {exc}") from exc
+    # A branch or a tag may be other weights tomorrow: only a commit says which.
+    told = getattr(hf_config, "_commit_hash", None)
+    if told is None:
+        folder = downloaded_folder(model, revision, download_dir)
+        told = (revision or "") if folder is None else folder.name
+    return f"hub-{model}@{told}" if _COMMIT.fullmatch(told) else None
+
+
+def downloaded_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
+    """Where a hub's repository has been downloaded to; None where it has not been, or the name is none."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        options = {"revision": revision, "cache_dir": download_dir, "local_files_only": True}
+        return Path(hub.snapshot_download(repo_id=name, **options))
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 def options_fingerprint(hf_config: Any) -> str:
@@ -59,12 +67,7 @@ def options_fingerprint(hf_config: Any) -> str:
 
 def adapter_fingerprint(folder: Path) -> str:
     """Text that differs for other LoRA weights: of the whole content of the adapter's files."""
-    digest = hashlib.sha256()
-    for file in _files(folder, frozenset({".json", *WEIGHT_SUFFIXES})):
-        digest.update(file.name.encode() + b"\0")
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return "files-" + digest.hexdigest()[:32]
+    return "files-" + _files_fingerprint(_files(folder, frozenset({".json", *WEIGHT_SUFFIXES})))
 
 
 def adapter_version(folder: Path) -> FileVersions:
@@ -75,32 +78,13 @@ def adapter_version(folder: Path) -> FileVersions:
 
 def _files_fingerprint(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as content:
-            for start, length in ((0, SAMPLE_BYTES), (max(0, size - SAMPLE_BYTES), SAMPLE_BYTES), *_spots(content, size)):
-                content.seek(start)
-                digest.update(content.read(length))
+    for file, content in zip(files, file_digests(files), strict=True):
+        digest.update(f"{file.name}\0{content}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 
-def _spots(content: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Where to look into a file, and how far: into each tensor of a safetensors file, evenly into another."""
-    content.seek(0)
-    begin = 8 + int.from_bytes(content.read(8), "little")
-    ends = list(range(0, size, max(SPOT_BYTES, size // MAX_SPOTS)))
-    if begin <= min(size, MAX_HEADER_BYTES):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # another format
-            header = _HEADER.decode(content.read(begin - 8))
-            bounds = [entry.data_offsets for entry in header.values() if entry.data_offsets is not None]
-            ends = [begin + end for low, high in bounds for end in ((low + high) // 2, high)]
-    step = math.ceil(len(ends) / MAX_SPOTS) or 1
-    return [(max(end - SPOT_BYTES, 0), SPOT_BYTES) for end in ends[::step]]
-
-
 def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())[:MAX_FILES]
+    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
 
 
 def _without_names(options: Any) -> Any:
