@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -110,6 +111,14 @@ def test_everything_goes_only_when_asked_for(ctl: Ctl, cluster: SmallCluster) ->
     assert len(keys_at(cluster, "storage-0")) == NUM_CHUNKS
 
 
+def test_all_of_a_kind_are_drained_only_when_that_is_meant(ctl: Ctl) -> None:
+    told = ctl.text("drain", "storage", code=1, stdin="n\n")
+    assert re.search(r"Drain storage/storage-(0|1), storage/storage-(1|0) at once\?", told)
+    assert "nothing was done: answer y, or give --yes" in told
+    assert "nothing was done" in ctl.text("drain", "sidecar", code=1), "nobody answers"
+    assert {one["state"] for one in ctl.json("status")["services"]} == {"ok"}
+
+
 def test_a_drain_that_hangs_is_given_up(cluster: SmallCluster) -> None:
     """From here on: storage-1 stays drained."""
     pid = cluster.services["storage-1"].pid
@@ -117,7 +126,7 @@ def test_a_drain_that_hangs_is_given_up(cluster: SmallCluster) -> None:
     os.kill(pid, signal.SIGSTOP)
     timer.start()
     try:
-        told = cluster.ctl().text("drain", "storage", "--timeout", "1", "--no-wait", code=1)
+        told = cluster.ctl().text("drain", "storage", "--timeout", "1", "--no-wait", "--yes", code=1)
     finally:
         timer.cancel()
         os.kill(pid, signal.SIGCONT)

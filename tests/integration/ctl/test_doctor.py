@@ -60,7 +60,7 @@ def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
     assert "no answer within 2 s" in what
     assert [level for level, _, _ in wrong(found, "token")] == ["error"] * 4
     fixes = {one["fix"] for one in found["findings"] if one["check"] == "token"}
-    assert "give a token of its auth_tokens_file by --token-file" in fixes
+    assert "give a token of its auth_tokens_file by --token-file FILE or LMCACHE_CTL_TOKEN" in fixes
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.0.9", "warning"), ("0.3.0", "error")])
@@ -287,4 +287,4 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
         ("deployment demo-lmcache-lookup", "1 of 2 replicas are ready"),
         ("persistentvolumeclaim data-demo-lmcache-storage-0", "its phase is Pending"),
     }
-    assert "refuses pods in namespace ns (401)" in wrong(refused, "kubernetes")[0][2]
+    assert "refuses pods in namespace ns (Unauthorized)" in wrong(refused, "kubernetes")[0][2]

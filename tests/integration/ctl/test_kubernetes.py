@@ -53,6 +53,28 @@ def test_every_pod_is_asked_through_the_api(api: PodsApi, cluster: SmallCluster,
     assert [path.name for path in tmp_path.iterdir()] == ["kubeconfig"]
 
 
+def test_the_token_of_the_release_is_read_from_its_secret(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
+    """As the chart mounts it: each service has `tokens.yaml` of the Secret that holds the operator's token too."""
+    token = (cluster.directory / "token").read_text().strip()
+    own = {"name": "demo-lmcache-auth", "items": [{"key": "tokens.yaml", "path": "tokens.yaml"}]}
+    for one in api.pods:
+        one["spec"]["volumes"] = [{"name": "credentials", "projected": {"sources": [{"secret": own}]}}]
+    bare = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}"], {"HOME": str(tmp_path)})
+    api.secrets = {"demo-lmcache-auth": {"operator-token": token + "\n", "tokens.yaml": "tokens: []"}}
+    found = bare.json("status")
+    assert not any(one["needs_token"] for one in found["services"])
+    assert token not in bare.text("status")
+    assert "index" in bare.text("lookup", "status")
+    for secrets in ({"demo-lmcache-auth": None}, {}, {"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}}):
+        api.secrets = dict(secrets)
+        assert {one["state"] for one in bare.json("status")["services"]} == {"ok"}
+        table = " ".join(bare.text("status").split())
+        assert "5 of 5 services want a token" in table
+        assert "operator-token of the Secret demo-lmcache-auth" in table
+    api.secrets = {"demo-lmcache-auth": {"operator-token": "nobody-knows-0123456789"}}
+    assert not any(one["needs_token"] for one in ctl(api, cluster, tmp_path).json("status")["services"]), "an option stands before it"
+
+
 def test_only_a_release_and_only_a_kind(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
     api.pods.append(pod("other-lmcache-lookup-7d9f8b6c5-x2x4z", "lookup", 8081))
     found = ctl(api, cluster, tmp_path, "--release=demo", "-n", "ns").json("lookup", "status")
@@ -89,7 +111,7 @@ def test_streams_that_break_are_told_and_leave_nothing_open(api: PodsApi, cluste
 
 def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(api: PodsApi, cluster: SmallCluster, tmp_path: Path) -> None:
     told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
-    assert "the Kubernetes API refuses pods in namespace ns (401)" in told
+    assert "the Kubernetes API refuses pods in namespace ns (Unauthorized)" in told
     assert "another" not in told
     api.hangs = True
     assert ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1).count("no answer within 1 s") == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import yaml
@@ -70,9 +72,58 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
 def test_a_wrong_token_is_told_and_not_shown(cluster: SmallCluster) -> None:
     told = cluster.ctl("wrong-token").text("status", code=1)
     assert told.count("it refuses the token") == len(NAMES)
+    assert "services   5 of 5 are well" in told, "a token of ours says nothing about their health"
     assert "nobody-knows" not in told
     found = cluster.ctl("wrong-token").json("status", code=1)
     assert {one["state"] for one in found["services"]} == {"ok"}, "whether it is well needs no token"
+
+
+def without_token(cluster: SmallCluster, **environ: str) -> Ctl:
+    ctl = cluster.ctl(environ=environ)
+    return Ctl([option for option in ctl.options if not option.startswith("--token-file")], ctl.environ)
+
+
+def test_health_needs_no_token_and_what_needs_one_is_said(cluster: SmallCluster) -> None:
+    ctl = without_token(cluster)
+    found = ctl.json("status")
+    assert [(one["state"], one["problem"], one["needs_token"]) for one in found["services"]] == [("ok", "", True)] * len(NAMES)
+    assert found["totals"]["num_well"] == len(NAMES)
+    table = " ".join(ctl.text("status").split())
+    assert "services 5 of 5 are well" in table
+    assert "5 of 5 services want a token" in table
+    assert "--token-file FILE or LMCACHE_CTL_TOKEN" in table
+    assert "refuses" not in table
+    assert "5 of 5 services want a token" in " ".join(ctl.text("top", "--once", "--interval", "0.2").split())
+    diagnosis = ctl.json("doctor")
+    [told] = [one for one in diagnosis["findings"] if one["check"] == "token"]
+    assert (diagnosis["num_errors"], told["level"], told["where"]) == (0, "warning", "5 of 5 services")
+
+
+def test_versions_of_all_and_of_none(cluster: SmallCluster) -> None:
+    found = without_token(cluster).json("version")
+    assert found["client"].startswith("0.")
+    assert [one["version"] for one in found["services"]] == [found["client"]] * len(NAMES)
+    assert "cannot connect" in Ctl(["--lookup-url=http://127.0.0.1:9"]).text("version")
+
+
+def test_a_command_that_needs_a_token_says_how_it_is_given(cluster: SmallCluster) -> None:
+    told = without_token(cluster).text("lookup", "status", code=1)
+    assert "it wants a token: give one by --token-file FILE or LMCACHE_CTL_TOKEN" in told
+
+
+def test_a_variable_may_hold_the_token_itself(cluster: SmallCluster, tmp_path: Path) -> None:
+    token = (cluster.directory / "token").read_text().strip()
+    found = without_token(cluster, LMCACHE_CTL_TOKEN=token).json("status")
+    assert not any(one["needs_token"] for one in found["services"])
+    (tmp_path / "ctl.yaml").write_text("token_file: /nowhere/token\n")
+    ctl = without_token(cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_CONFIG=str(tmp_path / "ctl.yaml"))
+    assert ctl.json("status")["totals"]["num_well"] == len(NAMES), "a variable stands before the file"
+    wrong = cluster.ctl(environ={"LMCACHE_CTL_TOKEN": "nobody-knows-0123456789"})
+    assert wrong.json("status")["totals"]["num_well"] == len(NAMES), "an option stands before a variable"
+    both = without_token(cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_TOKEN_FILE="/nowhere/token").text("status", code=2)
+    assert "token and token_file" in both
+    bad = without_token(cluster, LMCACHE_CTL_TOKEN="nobody knows").text("status", code=2)
+    assert "nobody knows" not in bad
 
 
 def test_where_services_are_is_said_by_file_and_environment(cluster: SmallCluster, tmp_path: Path) -> None:
@@ -88,3 +139,32 @@ def test_where_services_are_is_said_by_file_and_environment(cluster: SmallCluste
 def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -> None:
     [found] = Ctl([f"--storage-url={cluster.services['lookup'].url}"]).json("status", code=1)["services"]
     assert (found["state"], found["problem"]) == ("not ours", "it is lmcache-lookup: ask for a storage elsewhere")
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """An HTTP server that is none of ours."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_http_server_is_not_ours() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            [found] = Ctl([f"--storage-url=http://127.0.0.1:{server.server_port}"]).json("status", code=1)["services"]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found["state"] == "not ours"
+    assert found["problem"] == "something else listens there: it does not know /readyz; correct the address"
+
+
+def test_nothing_at_the_default_ports_hints_at_the_cluster() -> None:
+    told = " ".join(Ctl(["--timeout=1"]).text("status", code=1).split())
+    assert "nothing answers at the default ports of this machine" in told
+    assert "-n NAMESPACE" in told

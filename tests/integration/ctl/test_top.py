@@ -125,4 +125,4 @@ def test_a_pod_that_comes_later_is_seen_and_one_that_goes_is_not(
     ]  # fmt: skip
     assert [found.services[-1].requests_per_s is None for found in seen] == [False, True, False, False, True]
     assert [bool(found.problem) for found in seen] == [False] * 4 + [True]
-    assert "refuses pods in namespace ns (401)" in seen[-1].problem
+    assert "refuses pods in namespace ns (Unauthorized)" in seen[-1].problem

@@ -32,9 +32,10 @@ def run(*arguments: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("command", [[], *[[group] for group in GROUPS], *COMMANDS])
-def test_every_command_tells_how_it_is_used(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*command, "--help") == 0
+def test_every_command_tells_how_it_is_used(command: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, option) == 0
     told = capsys.readouterr()
     assert "Usage: lmcachectl " + " ".join(command) in told.out
     assert told.err == ""
@@ -65,6 +66,8 @@ def test_no_example_is_left_over() -> None:
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("lmcachectl 0.")
+    assert run("version", "--client") == 0
+    assert capsys.readouterr().out.startswith("lmcachectl 0.")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,9 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["explain", "ab" * 32, "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
         (["sidecar", "explain"], "give chunk hashes or --tokens"),
         (["sidecar", "explain", "ab" * 32, "--tokens", "-"], "give chunk hashes or --tokens"),
+        (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
+        (["explain", "--tokens", "/dev/null"], "/dev/null is empty: write token ids"),
+        (["pin", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["unknown"], "unknown"),
     ],
 )
@@ -104,7 +110,6 @@ def test_called_wrongly(arguments: list[str], told: str, capsys: pytest.CaptureF
         (["codec", "stats", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["codec", "inspect", "/nowhere/x.kvr"], "there is no file /nowhere/x.kvr"),
         (["sidecar", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["codec", "measure", "--kv", "/nowhere/kv.safetensors"], "cannot read /nowhere/kv.safetensors"),
         (["codec", "measure", "--model", "/nowhere/model"], "cannot load a model and its tokenizer from /nowhere/model"),
     ],

@@ -79,11 +79,11 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/problem", "answered 409: an engine must have connected"),
-        ("/bare", "answered 403: Not you"),
-        ("/invalid", "answered 422: body.a.0: not so; body.b: nor so"),
-        ("/strange", "answered 422: No"),
-        ("/html", "is that the REST port of a service of this cache"),
+        ("/problem", "^http://[^ ]+: an engine must have connected"),
+        ("/bare", "^http://[^ ]+: Not you"),
+        ("/invalid", "^http://[^ ]+: body.a.0: not so; body.b: nor so"),
+        ("/strange", "^http://[^ ]+: No"),
+        ("/html", "its answer is no JSON"),
         ("/list", "something else than an object"),
         ("/long", "more than 50000 bytes"),
     ],

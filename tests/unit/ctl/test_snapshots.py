@@ -68,7 +68,7 @@ def pins() -> list[Outcome]:
     missing = [{"chunk_hash": "ab" * 32, "rank": 0, "group": "", "reason": "never_stored"}]
     return [
         Outcome(Kind.SIDECAR, "pod-a", {"num_pinned": 2, "not_pinned": missing, **figures}),
-        Outcome(Kind.SIDECAR, "pod-b", problem="it answered 409: an engine must have connected to this sidecar once"),
+        Outcome(Kind.SIDECAR, "pod-b", problem="an engine must have connected to this sidecar once"),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated, Final
 
 import typer
@@ -26,14 +25,20 @@ from lmcache_ctl.pin.commands import pin
 from lmcache_ctl.sidecar.commands import app as sidecar
 from lmcache_ctl.status.commands import status
 from lmcache_ctl.top.commands import top
+from lmcache_ctl.version.commands import own_version, version
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
 """What writing to standard output may end in, other than a reader that has gone, which is nobody's fault."""
 
-app = typer.Typer(name="lmcachectl", no_args_is_help=True, help="The command line of the shared KV cache.")
-for command in (status, top, explain, evict, pin, drain, bench, doctor):
+app = typer.Typer(
+    name="lmcachectl",
+    no_args_is_help=True,
+    help="The command line of the shared KV cache.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (status, top, explain, evict, pin, drain, bench, doctor, version):
     app.command(epilog=examples_of(command.__name__))(command)
 app.add_typer(certify, name="certify")
 app.add_typer(codec, name="codec")
@@ -43,7 +48,7 @@ app.add_typer(sidecar, name="sidecar")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lmcachectl {version('lmcache-ctl')}")
+        typer.echo(f"lmcachectl {own_version()}")
         raise typer.Exit
 
 

@@ -22,6 +22,7 @@ EXAMPLES: Final = MappingProxyType(
             "lmcachectl bench lm/lmcache-storage-0 -n lmcache --size 1MiB",
         ),
         "doctor": ("lmcachectl doctor -n lmcache --strict", "lmcachectl doctor --check-config sidecar=sidecar.yaml -o json"),
+        "version": ("lmcachectl version -n lmcache", "lmcachectl version --client"),
         "certify blend": (
             "lmcachectl certify blend --model ./llama --separator ' # # ' --certificates /etc/lmcache/certificates",
             "lmcachectl certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -13,11 +15,16 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from lmcache_ctl.errors import CtlError
 
 KIB = 1 << 10
 GB = 10**9
 MICRO = 1e-6
 UNKNOWN = "-"
+UNLIMITED_COLUMNS: Final = 10_000
+MIN_PROSE_COLUMNS: Final = 16
 _STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 T = TypeVar("T")
@@ -67,36 +74,102 @@ def plain(text: str) -> str:
     return _STEERING.sub("?", text)
 
 
+def console() -> Console:
+    """Return what prints on standard output, as wide as its terminal; a pipe or a file has no end of a line."""
+    width = shutil.get_terminal_size((UNLIMITED_COLUMNS, 24)).columns
+    return Console(highlight=False, markup=False, width=width)
+
+
 def print_text(text: str) -> None:
-    """Print plain text, wrapped to the terminal; nothing in it is markup."""
-    Console(highlight=False, markup=False).print(plain(text))
+    """Print plain text, wrapped between words to the terminal; nothing in it is markup."""
+    to = console()
+    to.print(wrapped(text, to.width), soft_wrap=True)
 
 
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, prose: bool = False) -> None:
-    """Print a table.
+def wrapped(text: str, width: int) -> str:
+    """Return text that may be shown, broken between words alone: rich would break a long name in two."""
+    lines = plain(text).split("\n")
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error before something that cannot be undone.
+
+    Raises:
+        CtlError: The answer is not yes, or there is nobody to answer.
+    """
+    try:
+        typer.confirm(question, abort=True, err=True)
+    except typer.Abort as exc:
+        raise CtlError("nothing was done: answer y, or give --yes") from exc
+
+
+Cell = str | Text
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """How the columns of a table are set.
+
+    Attributes:
+        headings: One for each.
+        left: So many from the first on are flush left, the others, numbers, flush right.
+        prose: Whether the last one holds sentences: flush left, and as many lines as they need.
+        spare: Headings of those that a narrow terminal does not get, the first one first. Cells are never cut.
+    """
+
+    headings: Sequence[str]
+    left: int = 1
+    prose: bool = False
+    spare: Sequence[str] = ()
+
+
+def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
+    """Return a table that fits into `width`, as far as that can be had by leaving out spare columns; else it is wider."""
+    num_columns = len(columns.headings)
+    widths = [max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0) for number, heading in enumerate(columns.headings)]
+    if columns.prose:  # it is wrapped between words
+        words = [cell_len(word) for row in rows for word in str(row[-1]).split()]
+        widths[-1] = min(widths[-1], max(MIN_PROSE_COLUMNS, *words, 0))
+    kept = list(range(num_columns))
+    for heading in columns.spare:
+        if _table_width(widths[number] for number in kept) > width:
+            kept.remove(columns.headings.index(heading))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number in kept:
+        is_prose = columns.prose and number == num_columns - 1
+        is_left = number < columns.left or is_prose
+        table.add_column(
+            columns.headings[number],
+            justify="left" if is_left else "right",
+            no_wrap=not is_prose,
+            overflow="fold",
+            min_width=widths[number],
+        )
+    for row in rows:
+        table.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in (row[number] for number in kept)))
+    needed = _table_width(widths[number] for number in kept)
+    table.width = needed if needed > width else None  # or rich would cut every cell to make it fit
+    return table
+
+
+def _table_width(widths: Iterable[int]) -> int:
+    """With the blanks between columns and around them."""
+    found = list(widths)
+    return sum(found) + 2 * len(found) + 1
+
+
+def print_table(title: str, columns: Columns, rows: Sequence[Sequence[Cell]]) -> None:
+    """Print a table; nothing in its cells is markup.
 
     Args:
         title: Above it, "" for none.
-        headings: One for each column.
-        rows: Their cells; nothing in them is markup.
-        left: So many columns are flush left, the others, numbers, flush right.
-        prose: Whether the last column holds sentences: flush left, and as many lines as they need.
+        columns: How it is set.
+        rows: A cell for each column.
     """
     if title:
         print_text(title)
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    widths = [max(cell_len(line) for line in (headings[number], *(row[number] for row in rows))) + 2 for number in range(left)]
-    is_narrow = sum(widths) > console.width // 2
-    for number, heading in enumerate(headings):
-        is_prose = prose and number == len(headings) - 1
-        is_left = number < left or is_prose
-        table.add_column(
-            heading, justify="left" if is_left else "right", no_wrap=number < left and not is_prose and not is_narrow, overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(plain(cell).replace("[", r"\[") for cell in row))
-    console.print(table)
+    to = console()
+    to.print(table_of(columns, rows, to.width), crop=False)
 
 
 def size_text(num_bytes: int) -> str:

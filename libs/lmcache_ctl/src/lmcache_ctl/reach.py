@@ -39,6 +39,13 @@ class Reach:
         config: Path | None = given.pop("config", None)
         return cls(load_settings(given, config))
 
+    @property
+    def hint(self) -> str:
+        """What to tell where nothing answers and no place was named; "" where one was."""
+        if self.settings.names_urls or self.settings.names_cluster:
+            return ""
+        return "nothing answers at the default ports of this machine: name services by --…-url, or those of a cluster by -n NAMESPACE"
+
     @contextlib.contextmanager
     def services(self, *kinds: Kind) -> Iterator[list[Service]]:
         """All services of these kinds (without any: of all kinds), for as long as the block lasts.
@@ -113,7 +120,8 @@ class Reach:
                     raise CtlError(f"{service.url}: {exc}") from exc
                 except CtlError as exc:
                     if last == len(chosen):
-                        raise CtlError(f"no answer from {service.url}: {exc}") from exc
+                        more = f"; {self.hint}" if self.hint else ""
+                        raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
         raise AssertionError("one of them was the last")
 
 

@@ -31,6 +31,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         storage_urls: The same of cache_storage.
         sidecar_urls: The same of sidecars.
         token_file: Holds the token to show; None for none.
+        token: The token itself, in the place of `token_file`; None for none.
         tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine trusts.
         tls_name: What certificates name where that is not the host of the URL; None: the host.
         timeout_s: Longest wait for one service, all questions to it together, seconds.
@@ -45,6 +46,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storage_urls: Urls = ()
     sidecar_urls: Urls = ()
     token_file: Path | None = None
+    token: Annotated[str, msgspec.Meta(pattern="^[!-~]+$", max_length=4096)] | None = None
     tls: str | None = None
     tls_name: str | None = None
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
@@ -88,6 +90,12 @@ def load_settings(
     known = CtlSettings.__struct_fields__
     values: dict[str, Any] = {}
     for origin, layer in layers:
+        own = {name for name in ("token", "token_file") if layer.get(name) is not None}
+        if len(own) > 1:
+            raise UsageError(f"{origin}: token and token_file are both set: set one of them")
+        if own:  # it replaces either of an earlier layer
+            values.pop("token", None)
+            values.pop("token_file", None)
         for name, value in layer.items():
             if name not in known:
                 raise UsageError(f"{origin}: {name} is no option{did_you_mean(name, known)}")
@@ -102,6 +110,8 @@ def _check(origin: str, name: str, value: Any) -> None:
     try:
         msgspec.convert({name: value}, CtlSettings, strict=False, dec_hook=_as_path)
     except msgspec.ValidationError as exc:
+        if name == "token":  # its value is a secret
+            raise UsageError(f"token ({origin}): must be visible ASCII characters without blanks") from None
         told = "an address begins with http:// or https://" if name.endswith("_urls") else str(exc).partition(" - at")[0]
         raise UsageError(f"{name}={value!r} ({origin}): {told}") from exc
 

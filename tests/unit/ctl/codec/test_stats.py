@@ -61,7 +61,13 @@ def test_counters_become_ratio_and_speed() -> None:
 
 @pytest.mark.parametrize(
     ("status", "body", "told"),
-    [(401, b"", "--token-file"), (403, b"", "--token-file"), (404, b"", "404"), (200, b"[]", "another version"), (200, b"\xff", "version")],
+    [
+        (401, b"", "--token-file"),
+        (403, b"", "--token-file"),
+        (404, b"", "Not Found"),
+        (200, b"[]", "another version"),
+        (200, b"\xff", "version"),
+    ],
 )
 def test_figures_by_tier_may_be_missing(status: int, body: bytes, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     stats = read_stats(URL, METRICS, (status, body))
@@ -140,7 +146,7 @@ def test_a_token_opens_the_figures_by_tier(service: str, tmp_path: Path) -> None
     assert [tier.name for tier in fetch(service + "/", token).tiers] == ["RemoteBackend"]
 
 
-@pytest.mark.parametrize(("path", "told"), [("/elsewhere", "answered 404"), ("/long", "more than")])
+@pytest.mark.parametrize(("path", "told"), [("/elsewhere", "answers /metrics with .Not Found."), ("/long", "more than")])
 def test_strange_answers(service: str, path: str, told: str) -> None:
     with pytest.raises(CtlError, match=told):
         fetch(service + path)

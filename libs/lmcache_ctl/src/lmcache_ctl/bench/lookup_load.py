@@ -12,12 +12,12 @@ from typing import Final
 from lmcache_core.errors import ConfigError, LMCacheError, UnavailableError
 from lmcache_core.lookup import LookupClient, StoreEvent
 from lmcache_core.lookup.messages import EventOp
-from lmcache_core.security import TokenFile
 
 from lmcache_ctl.bench.chunks import MODEL, TIER
 from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, Tell
 from lmcache_ctl.bench.report import Load, Report
 from lmcache_ctl.bench.ways import Way, asking_for_nothing, way_phases
+from lmcache_ctl.cluster.asking import given_token
 from lmcache_ctl.cluster.services import Service
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.settings import CtlSettings
@@ -61,7 +61,7 @@ async def run_lookup_load(settings: CtlSettings, service: Service, load: Load, t
 @asynccontextmanager
 async def _opened(settings: CtlSettings, service: Service, load: Load) -> AsyncIterator[LookupClient]:
     try:
-        token = None if settings.token_file is None else TokenFile(settings.token_file, "token-file")
+        token = given_token(settings) or service.token
         client = LookupClient(service.url, token, CALL_TIMEOUT_S, transport=Way(service, settings, load.concurrency))
     except ConfigError as exc:
         raise UsageError(str(exc)) from exc

@@ -12,7 +12,7 @@ from typing import Final
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import Miss
-from lmcache_core.security import ClientTls, TokenFile
+from lmcache_core.security import ClientTls
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.base import RemoteOptions
@@ -22,7 +22,8 @@ from lmcache_ctl.bench.chunks import MODEL, BenchChunks
 from lmcache_ctl.bench.phases import CALL_TIMEOUT_S, Call, Done, PhaseRun, Tell, no_fetch
 from lmcache_ctl.bench.report import Load, Phase, Report
 from lmcache_ctl.bench.ways import MAX_PROBES, asking_for_nothing, way_phases, way_to
-from lmcache_ctl.cluster.services import Service
+from lmcache_ctl.cluster.asking import given_token
+from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Service
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.rest import tls_context
 from lmcache_ctl.settings import CtlSettings
@@ -68,7 +69,8 @@ async def _opened(settings: CtlSettings, service: Service) -> AsyncIterator[Stor
     except (LMCacheError, TimeoutError) as exc:
         await backend.close()
         raise CtlError(
-            f"{service.url} cannot be used: {exc or 'no answer in time'}; is that a cache_storage, and --token-file one of its tokens?"
+            f"{service.url} cannot be used: {exc or 'no answer in time'}; is that a cache_storage? "
+            f"A token of its own is given by {HOW_TO_AUTHENTICATE}"
         ) from exc
     try:
         yield backend
@@ -77,7 +79,7 @@ async def _opened(settings: CtlSettings, service: Service) -> AsyncIterator[Stor
 
 
 def _backend(settings: CtlSettings, service: Service) -> StorageBackend:
-    token = None if settings.token_file is None else TokenFile(settings.token_file, "token-file")
+    token = given_token(settings) or service.token
     if service.url.startswith("http"):
         way = way_to(service, settings, MAX_CONNECTIONS)
         if way is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lmcache_ctl.bench.report import Load, Phase, Report
-from lmcache_ctl.output import UNKNOWN, count_text, print_table, print_text, size_text
+from lmcache_ctl.output import UNKNOWN, Columns, count_text, print_table, print_text, size_text
 
 
 def print_report(found: Report) -> None:
     """A line for each phase, then what went wrong."""
     load = found.load
     headings = ("", "calls", "calls/s", "chunks", "MiB/s", "p50 ms", "p90 ms", "p99 ms", "max ms")
-    print_table(f"{load.target} {load.url}: {_what(load)}", headings, [_row(phase) for phase in found.phases])
+    print_table(f"{load.target} {load.url}: {_what(load)}", Columns(headings), [_row(phase) for phase in found.phases])
     for phase in found.phases:
         for reason, number in phase.not_done.items():
             print_text(f"{phase.name}: {number} chunks: {reason}")

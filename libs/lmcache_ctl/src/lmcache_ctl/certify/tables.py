@@ -7,7 +7,7 @@ from pathlib import Path
 from lmcache_core.blend.certificate import BlendCertificate
 
 from lmcache_ctl.certify.gate import Certificate
-from lmcache_ctl.output import UNKNOWN, error_text, print_table, print_text, ratio_text
+from lmcache_ctl.output import UNKNOWN, Columns, error_text, print_table, print_text, ratio_text
 
 
 def print_certificate(found: Certificate) -> None:
@@ -18,7 +18,7 @@ def print_certificate(found: Certificate) -> None:
         measured = verdict.measurement
         cells = (UNKNOWN, UNKNOWN) if measured is None else (ratio_text(measured.ratio), error_text(measured.rms_relative))
         rows.append((verdict.profile, "passed" if verdict.has_passed else "FAILED", *cells))
-    print_table(title, ("profile", "", "ratio", "rms error"), rows, left=2)
+    print_table(title, Columns(("profile", "", "ratio", "rms error"), left=2), rows)
     for verdict in found.verdicts:
         for reason in verdict.reasons:
             print_text(f"{verdict.profile}: {reason}")
@@ -37,7 +37,7 @@ def print_blend_certificate(found: BlendCertificate, path: Path) -> None:
         ),
     ]
     title = f"{found.model_name}: {found.profile}; {quality.num_prompts} prompts, {quality.reused_share:.0%} of their tokens reused"
-    print_table(title, ("blended against full recompute", "measured", "bound"), rows, left=3)
+    print_table(title, Columns(("blended against full recompute", "measured", "bound"), left=3), rows)
     for reason in found.reasons:
         print_text(f"FAILED: {reason}")
     if not found.reasons:

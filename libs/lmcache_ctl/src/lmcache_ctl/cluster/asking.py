@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import httpx
 import msgspec
 from lmcache_core.errors import ConfigError
-from lmcache_core.security import TokenFile, no_context, token_text
+from lmcache_core.security import ShownToken, TokenFile, no_context, token_text
 
-from lmcache_ctl.cluster.services import Service
+from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Service, whose_token
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.rest import problem_text, tls_context
 from lmcache_ctl.settings import CtlSettings
@@ -40,16 +40,25 @@ class Answer(NamedTuple):
     clock_s: float | None
     seconds: float
 
+    @property
+    def phrase(self) -> str:
+        """What HTTP calls that status: people do not know the numbers."""
+        return f"{httpx.codes.get_reason_phrase(self.status) or 'an unknown status'!r}"
+
     def json(self) -> Any:
         """The body, decoded.
 
         Raises:
-            CtlError: It is no JSON.
+            ForeignError: It is no JSON.
         """
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise CtlError(f"it answered {self.status} and no JSON: is that the REST port of a service of this cache?") from exc
+            raise ForeignError("something else listens there: its answer is no JSON; correct the address") from exc
+
+
+class ForeignError(CtlError):
+    """What answers is no service of this cache."""
 
 
 class RefusedError(CtlError):
@@ -70,10 +79,12 @@ class Caller:
     Args:
         service: Whom.
         client: How, without a deadline of its own.
+        has_token: Whether it shows a token.
     """
 
-    def __init__(self, service: Service, client: httpx.AsyncClient) -> None:
+    def __init__(self, service: Service, client: httpx.AsyncClient, has_token: bool) -> None:
         self.service = service
+        self.has_token = has_token
         self._client = client
 
     async def get(self, path: str) -> Answer:
@@ -89,8 +100,22 @@ class Caller:
         """
         answer = await self._send(method, path, body)
         if answer.status >= httpx.codes.BAD_REQUEST:
-            raise refusal(answer)
+            raise self.refusal(answer)
         return answer.json() if answer.body else None
+
+    def refusal(self, answer: Answer) -> RefusedError:
+        """Return the error that an answer tells, with what would help."""
+        if answer.status == httpx.codes.UNAUTHORIZED:
+            text = f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}"
+            if not self.has_token:
+                text = f"it wants a token: give one by {HOW_TO_AUTHENTICATE}{whose_token(self.service.token_secret)}"
+            return RefusedError(answer.status, text)
+        try:
+            problem = answer.json()
+        except CtlError:
+            problem = None
+        told = problem_text(problem) if isinstance(problem, dict) else ""
+        return RefusedError(answer.status, told or f"it answers with {answer.phrase}")
 
     async def _send(self, method: str, path: str, body: Any) -> Answer:
         extensions = {"sni_hostname": self.service.tls_name} if self.service.tls_name is not None else {}
@@ -106,6 +131,8 @@ class Caller:
                     if len(data) > MAX_ANSWER_BYTES:
                         raise CtlError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as exc:
+            if str(exc).startswith("illegal"):  # h11 on bytes that are no HTTP
+                raise ForeignError("something else listens there: it does not speak HTTP; correct the address") from exc
             raise CtlError(_unreached(self.service, exc)) from exc
         return Answer(response.status_code, bytes(data), _clock(response), time.perf_counter() - started)
 
@@ -122,10 +149,7 @@ class Asker:
 
     def __init__(self, settings: CtlSettings) -> None:
         self.timeout_s = settings.timeout_s
-        try:
-            self._token = None if settings.token_file is None else TokenFile(settings.token_file, "token-file")
-        except ConfigError as exc:
-            raise UsageError(str(exc)) from exc
+        self._token = given_token(settings)
         self._tls = tls_context(settings.tls)
 
     async def each(self, services: Iterable[Service], question: Callable[[Caller], Awaitable[T]]) -> list[T | CtlError]:
@@ -162,26 +186,29 @@ class Asker:
     async def calling(self, service: Service) -> AsyncIterator[Caller]:
         """A caller of that service, for as long as the block lasts, which needs a deadline of its own: bytes may trickle."""
         headers = {"accept": "application/json", "accept-encoding": "identity"}
-        if self._token is not None:
-            headers["authorization"] = f"Bearer {token_text(self._token)}"
+        token = token_text(self._token or service.token)
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
         if service.host is not None:
             headers["host"] = service.host
         verify = self._tls if service.url.startswith("https:") else no_context()
         way = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, uds=service.socket_path)
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, transport=way) as client:
-            yield Caller(service, client)
+            yield Caller(service, client, token is not None)
 
 
-def refusal(answer: Answer) -> RefusedError:
-    """The error that an answer tells, with what would help."""
-    if answer.status == httpx.codes.UNAUTHORIZED:
-        return RefusedError(answer.status, "it refuses the token: give one that its auth_tokens_file knows, by --token-file")
+def given_token(settings: CtlSettings) -> ShownToken:
+    """Return the token that the caller was given, or None.
+
+    Raises:
+        UsageError: The token file cannot be read or holds no token.
+    """
+    if settings.token_file is None:
+        return settings.token
     try:
-        problem = answer.json()
-    except CtlError:
-        problem = None
-    told = problem_text(problem) if isinstance(problem, dict) else ""
-    return RefusedError(answer.status, f"it answered {answer.status}" + (f": {told}" if told else ""))
+        return TokenFile(settings.token_file, "token-file")
+    except ConfigError as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def _unreached(service: Service, exc: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
-from lmcache_ctl.cluster.asking import Answer, Asker, Caller, RefusedError, refusal
+from lmcache_ctl.cluster.asking import Answer, Asker, Caller, ForeignError, RefusedError
 from lmcache_ctl.cluster.figures import Figures
 from lmcache_ctl.cluster.services import DISTRIBUTIONS, Kind, Service
 from lmcache_ctl.cluster.states import Check, Drain, Link, ServiceState, State, Tier, Traffic
@@ -30,24 +30,31 @@ T = TypeVar("T")
 async def look_at(asker: Asker, services: list[Service]) -> list[ServiceState]:
     """How each of them is; a service that does not answer is a state, too."""
     seen = await asker.each(services, _look)
-    return [
-        ServiceState(service.kind, service.name, service.url, State.SILENT, problem=str(one)) if isinstance(one, CtlError) else one
-        for service, one in zip(services, seen, strict=True)
-    ]
+    return [_unseen(service, one) if isinstance(one, CtlError) else one for service, one in zip(services, seen, strict=True)]
+
+
+def _unseen(service: Service, error: CtlError) -> ServiceState:
+    state = State.FOREIGN if isinstance(error, ForeignError) else State.SILENT
+    return ServiceState(service.kind, service.name, service.url, state, problem=str(error))
 
 
 async def _look(caller: Caller) -> ServiceState:
     service = caller.service
     ready = await caller.get("/readyz")
+    if ready.status >= httpx.codes.INTERNAL_SERVER_ERROR and ready.status != httpx.codes.SERVICE_UNAVAILABLE:
+        raise caller.refusal(ready)
     if ready.status not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
-        raise refusal(ready)
+        raise ForeignError("something else listens there: it does not know /readyz; correct the address")
     asked_at = time.time() - ready.seconds / 2
     figures = await _figures(caller)
     distribution, version = figures.build
     if distribution != DISTRIBUTIONS[service.kind]:
         what = f"it is {distribution}" if distribution else "it is no service of this cache"
-        return ServiceState(service.kind, service.name, service.url, State.FOREIGN, problem=f"{what}: ask for a {service.kind} elsewhere")
+        raise ForeignError(f"{what}: ask for a {service.kind} elsewhere")
     told, problem = await _told(caller)
+    needs_token = bool(problem) and not caller.has_token
+    if needs_token:  # its health it tells to anyone, so this is nothing that is wrong with it
+        problem = ""
     state, checks = _readiness(ready)
     drain = _drain(told)
     if told.get("draining") or (drain is not None and drain.state != "serving"):
@@ -68,6 +75,8 @@ async def _look(caller: Caller) -> ServiceState:
             drain if drain is not None and drain.state != "serving" else None,
             _facts(service.kind, told),
             _links(told.get("peers") or []),
+            needs_token,
+            service.token_secret if needs_token else "",
         )
     except (msgspec.ValidationError, AttributeError, TypeError, KeyError) as exc:
         raise CtlError(f"what it says of itself cannot be read here; is it of another version ({version})? {exc}") from exc
@@ -76,7 +85,7 @@ async def _look(caller: Caller) -> ServiceState:
 async def _figures(caller: Caller) -> Figures:
     answer = await caller.get("/metrics")
     if answer.status != httpx.codes.OK:
-        raise CtlError(f"/metrics answered {answer.status}: is that the REST port of a service of this cache?")
+        raise ForeignError("something else listens there: it does not know /metrics; correct the address")
     return Figures.read(answer.body.decode("utf-8", errors="replace"))
 
 
@@ -96,7 +105,7 @@ async def _told(caller: Caller) -> tuple[dict[str, Any], str]:
 def _readiness(answer: Answer) -> tuple[State, list[Check]]:
     report = answer.json()
     if not isinstance(report, dict) or report.get("status") not in ("ok", "degraded", "unready"):
-        raise CtlError(f"/readyz answered {answer.status}: is that the REST port of a service of this cache?")
+        raise ForeignError("something else listens there: its /readyz is not ours; correct the address")
     checks = [Check(name, bool(one.get("ok")), str(one.get("detail", ""))) for name, one in (report.get("checks") or {}).items()]
     return State(report["status"]), checks
 

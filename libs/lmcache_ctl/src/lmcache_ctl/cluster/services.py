@@ -35,6 +35,14 @@ DISTRIBUTIONS: Final = {
 """What each calls itself in `lmcache_build_info`."""
 
 
+HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
+
+
+def whose_token(secret: str) -> str:
+    """Return where the release keeps its token, for the end of a sentence; "" where that is not known."""
+    return f"; the release's is operator-token of the Secret {secret}, which this account cannot read" if secret else ""
+
+
 class Service(msgspec.Struct, frozen=True):
     """One process that can be asked.
 
@@ -47,6 +55,8 @@ class Service(msgspec.Struct, frozen=True):
         problem: Why it cannot be asked; "" if it can.
         socket_path: Unix socket that leads to it; None: its URL does.
         forwarded: Whether it is reached through the Kubernetes API.
+        token: The token of its release, for callers who were given none; None: not known.
+        token_secret: The Secret that has, or should have, that token; "" for none.
     """
 
     kind: Kind
@@ -57,6 +67,8 @@ class Service(msgspec.Struct, frozen=True):
     problem: str = ""
     socket_path: str | None = None
     forwarded: bool = False
+    token: str | None = None
+    token_secret: str = ""
 
 
 def services_of(settings: CtlSettings) -> list[Service]:

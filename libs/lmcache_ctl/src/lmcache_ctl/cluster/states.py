@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
-from lmcache_ctl.cluster.services import Kind
+from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Kind, whose_token
 
 
 class State(StrEnum):
@@ -107,6 +108,8 @@ class ServiceState(msgspec.Struct, frozen=True):
         drain: How far a drain is; None where there is none.
         facts: A few words on what is particular to its kind.
         links: The peers that a broker knows.
+        needs_token: Whether it told its health only, since it was shown no token.
+        token_secret: The Secret with the token of its release, where that is known and none was shown; else "".
     """
 
     kind: Kind
@@ -123,8 +126,19 @@ class ServiceState(msgspec.Struct, frozen=True):
     drain: Drain | None = None
     facts: dict[str, str] = {}
     links: list[Link] = []
+    needs_token: bool = False
+    token_secret: str = ""
 
     @property
     def is_well(self) -> bool:
-        """Whether it does its work, and says all that it was asked."""
-        return self.state in (State.OK, State.DRAINING) and not self.problem
+        """Whether it does its work."""
+        return self.state in (State.OK, State.DRAINING)
+
+
+def token_hint(states: Sequence[ServiceState]) -> tuple[str, str]:
+    """Return how many services told only their health for want of a token, and how to give one; "" where none did."""
+    silent = [state for state in states if state.needs_token]
+    if not silent:
+        return "", ""
+    secrets = sorted({state.token_secret for state in silent} - {""})
+    return f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{whose_token(', '.join(secrets))}"

@@ -29,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_ctl.cluster.asking import Caller
 from lmcache_ctl.cluster.figures import BUILD_INFO
+from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.output import MICRO
 
@@ -161,7 +162,7 @@ async def fetch_stats(caller: Caller) -> CodecStats:
     url = caller.service.url
     metrics, tiers = await caller.get("/metrics"), await caller.get("/v1/tiers")
     if metrics.status != httpx.codes.OK:
-        raise CtlError(f"{url}/metrics answered {metrics.status}; is that the REST port of a sidecar?")
+        raise CtlError(f"{url} answers /metrics with {metrics.phrase}; is that the REST port of a sidecar?")
     return read_stats(url, metrics.body, (tiers.status, tiers.body))
 
 
@@ -209,9 +210,10 @@ def _activities(figures: Iterable[tuple[str, Mapping[str, float]]]) -> list[Acti
 
 def _read_tiers(status: int, body: bytes) -> tuple[Mapping[str, Mapping[str, float]], str]:
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return {}, "it wants a token for figures by tier: give --token-file"
+        return {}, f"it wants a token for figures by tier: give one by {HOW_TO_AUTHENTICATE}"
     if status != httpx.codes.OK:
-        return {}, f"it answered {status} when asked for figures by tier"
+        phrase = httpx.codes.get_reason_phrase(status)
+        return {}, f"it answered {phrase!r} when asked for figures by tier"
     try:
         return msgspec.json.decode(body, type=_Tiers).tiers, ""
     except (msgspec.DecodeError, UnicodeDecodeError):

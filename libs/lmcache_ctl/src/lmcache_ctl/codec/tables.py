@@ -8,7 +8,7 @@ from lmcache_ctl.codec.layer_errors import LayerErrors
 from lmcache_ctl.codec.measurement import MeasuredKv
 from lmcache_ctl.codec.records import InspectedFile, InspectedRecord
 from lmcache_ctl.codec.stats import Activity, CodecStats, Work
-from lmcache_ctl.output import UNKNOWN, error_text, print_table, print_text, ratio_text, size_text, speed_text
+from lmcache_ctl.output import UNKNOWN, Columns, error_text, print_table, print_text, ratio_text, size_text, speed_text
 
 _WORK_HEADINGS = ("", "chunks", "raw", "encoded", "ratio", "GB/s", "kept raw")
 
@@ -23,7 +23,7 @@ def print_stats(stats: CodecStats) -> None:
     ):
         rows = [row for activity in activities for row in _activity_rows(activity)]
         if rows:
-            print_table(title, (*headings, *_WORK_HEADINGS), rows, left=2)
+            print_table(title, Columns((*headings, *_WORK_HEADINGS), left=2), rows)
     if stats.errors:
         rows = [
             (
@@ -35,7 +35,7 @@ def print_stats(stats: CodecStats) -> None:
             )
             for errors in stats.errors
         ]
-        print_table("Errors that encoders measured", ("profile", "last max", "worst max", "last rms", "worst rms"), rows)
+        print_table("Errors that encoders measured", Columns(("profile", "last max", "worst max", "last rms", "worst rms")), rows)
     if stats.tiers_hidden:
         print_text(f"No figures by tier: {stats.tiers_hidden}.")
 
@@ -113,7 +113,7 @@ def print_measurements(measured: MeasuredKv) -> None:
     ]
     title = f"{measured.source}: {measured.num_tokens} tokens, {size_text(measured.profiles[0].raw_bytes)}"
     headings = ("profile", "bits", "ratio", "max error", "rms error", "equal", "enc GB/s", "dec GB/s")
-    print_table(title, headings, rows)
+    print_table(title, Columns(headings), rows)
     print_text(
         "bits: of an element, everything counted. max: largest error, relative to the largest value of its token or channel, as the "
         "encoder says; rms: of all values, measured on what was decoded. equal: bit for bit. GB: 10^9 raw bytes, best of 3."

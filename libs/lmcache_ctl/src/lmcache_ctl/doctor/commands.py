@@ -64,6 +64,8 @@ def _of_services(reach: Reach) -> list[Finding]:
     try:
         with reach.services() as services:
             states = asyncio.run(look_at(Asker(reach.settings), services))
+            if reach.hint and not any(one.version for one in states):  # none of ours has answered
+                return [Finding(Level.ERROR, "reachable", "services", reach.hint, "name them by --…-url or --namespace")]
             return [*check_services(states), *asyncio.run(check_certificates(reach.settings, services))]
     except CtlError as exc:
         return [Finding(Level.ERROR, "reachable", "services", str(exc), "name them by --…-url or --namespace")]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.cluster.states import ServiceState, State
+from lmcache_ctl.cluster.services import HOW_TO_AUTHENTICATE, Kind
+from lmcache_ctl.cluster.states import ServiceState, State, token_hint
 from lmcache_ctl.doctor.findings import Finding, Level
 
 MAX_CLOCK_SKEW_S: Final = 2.0
@@ -17,8 +17,15 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 def check_services(states: Sequence[ServiceState]) -> list[Finding]:
     """All checks of this module."""
-    found = [*(one for state in states for one in _of_one(state)), *_versions(states), *_clocks(states)]
+    found = [*(one for state in states for one in _of_one(state)), *_tokens(states), *_versions(states), *_clocks(states)]
     return [*found, *_links(states)]
+
+
+def _tokens(states: Sequence[ServiceState]) -> Iterator[Finding]:
+    how_many, how = token_hint(states)
+    if how_many:
+        what = "want a token for all but their health: tiers, peers and drains were not checked"
+        yield Finding(Level.WARNING, "token", how_many, what, how)
 
 
 def _of_one(state: ServiceState) -> Iterator[Finding]:
@@ -37,7 +44,8 @@ def _of_one(state: ServiceState) -> Iterator[Finding]:
                 level, "ready", where, f"{check.name}: {check.detail}", f"see what {check.name} depends on, and the service's log"
             )
     if state.problem and all(check.ok for check in state.checks):
-        yield Finding(Level.ERROR, "token", where, state.problem, "give a token of its auth_tokens_file by --token-file")
+        fix = f"give a token of its auth_tokens_file by {HOW_TO_AUTHENTICATE}"
+        yield Finding(Level.ERROR, "token", where, state.problem, fix)
     elif state.facts:
         yield Finding(Level.OK, "token", where, "taken")
     if state.kind is Kind.SIDECAR and state.facts.get("registered") == "no":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_ctl.drain.watching import DrainOutcome
-from lmcache_ctl.output import UNKNOWN, print_table, print_text
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text
 
 FIGURES = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
@@ -21,7 +21,8 @@ def print_drains(found: Sequence[DrainOutcome]) -> None:
         )
         for one in found
     ]
-    print_table("", ("service", "name", "state", "chunks", "handed over", "elsewhere already", "failed", "left"), rows, left=3)
+    headings = ("service", "name", "state", "chunks", "handed over", "elsewhere already", "failed", "left")
+    print_table("", Columns(headings, left=3, spare=("elsewhere already", "handed over", "chunks", "service")), rows)
     for one in found:
         if one.problem:
             print_text(f"{one.kind} {one.name}: {one.problem}")

@@ -82,24 +82,36 @@ def parse_drain_target(text: str) -> DrainTarget:
     return DrainTarget(target.kind, target.name)
 
 
-async def drain_all(asker: Asker, services: Sequence[Service], job: DrainJob, tell: Tell) -> list[DrainOutcome]:
-    """Drain all of them, at once.
+async def meant_by(asker: Asker, services: Sequence[Service], job: DrainJob) -> list[Service]:
+    """Return the services that are to be asked: those to drain, and a broker for the peers.
 
     Args:
         asker: How they are asked.
         services: That there are.
         job: What is to be done.
-        tell: Called whenever one of them is farther.
 
     Raises:
         CtlError: A target means none of the services.
     """
     direct = [Target(target.asked, target.name) for target in job.targets if target.asked is not Kind.BROKER]
     chosen = await named(asker, services, direct) if direct else []
-    drains: list[Awaitable[DrainOutcome]] = [_Watch(asker, service, job, tell).run() for service in chosen]
+    peers = any(target.asked is Kind.BROKER for target in job.targets)
+    return chosen + ([await _first_alive(asker, [one for one in services if one.kind is Kind.BROKER])] if peers else [])
+
+
+async def drain_all(asker: Asker, chosen: Sequence[Service], job: DrainJob, tell: Tell) -> list[DrainOutcome]:
+    """Drain all of them, at once.
+
+    Args:
+        asker: How they are asked.
+        chosen: What `meant_by` has returned.
+        job: What is to be done.
+        tell: Called whenever one of them is farther.
+    """
+    direct = [service for service in chosen if service.kind is not Kind.BROKER]
+    drains: list[Awaitable[DrainOutcome]] = [_Watch(asker, service, job, tell).run() for service in direct]
     peers = [target.name for target in job.targets if target.asked is Kind.BROKER and target.name is not None]
-    if peers:
-        broker = await _first_alive(asker, [service for service in services if service.kind is Kind.BROKER])
+    for broker in (service for service in chosen if service.kind is Kind.BROKER):
         drains += [_Watch(asker, broker, job, tell, peer).run() for peer in peers]
     return list(await asyncio.gather(*drains))
 

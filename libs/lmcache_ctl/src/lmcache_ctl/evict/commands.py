@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from lmcache_ctl.cluster.services import Kind
-from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.errors import UsageError
 from lmcache_ctl.options import reaches_services
-from lmcache_ctl.output import Output, OutputFormat, print_table, show, size_text
+from lmcache_ctl.output import Columns, Output, OutputFormat, confirm, print_table, show, size_text
 from lmcache_ctl.reach import Reach
 
 KINDS = (Kind.SIDECAR, Kind.STORAGE)
@@ -46,7 +46,7 @@ def evict(
     async def work(asker: Asker) -> list[Outcome]:
         chosen = await named(asker, services, asked)
         if everything and not yes:
-            _confirm(f"Forget all chunks at {', '.join(f'{one.kind}/{one.name}' for one in chosen)}?")
+            confirm(f"Forget all chunks at {', '.join(f'{one.kind}/{one.name}' for one in chosen)}?")
         return await tell_each(asker, chosen, paths)
 
     with reach.services(*dict.fromkeys(target.kind for target in asked)) as services:
@@ -56,16 +56,9 @@ def evict(
         raise typer.Exit(1)
 
 
-def _confirm(question: str) -> None:
-    try:
-        typer.confirm(question, abort=True, err=True)
-    except typer.Abort as exc:
-        raise CtlError("nothing was done: answer y, or give --yes") from exc
-
-
 def _print(found: Sequence[Any]) -> None:
     rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
-    print_table("", ("service", "name", "done"), rows, left=3, prose=True)
+    print_table("", Columns(("service", "name", "done"), left=3, prose=True), rows)
 
 
 def _done(result: dict[str, Any]) -> str:

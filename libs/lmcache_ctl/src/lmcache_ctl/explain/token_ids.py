@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from lmcache_ctl.errors import CtlError
+from lmcache_ctl.errors import UsageError
 
 STANDARD_INPUT = Path("-")
 
@@ -15,13 +15,16 @@ def read_token_ids(path: Path) -> list[int]:
     """Token ids from a file (a JSON list, or numbers apart by commas or blanks), or from standard input for `-`.
 
     Raises:
-        CtlError: It cannot be read, or holds something else; what that is, is not repeated.
+        UsageError: It cannot be read, is empty or holds something else; what that is, is not repeated.
     """
     try:
         text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise CtlError(f"cannot read {path}: {getattr(exc, 'strerror', None) or 'it is no text'}") from exc
-    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+        raise UsageError(f"cannot read {path}: {getattr(exc, 'strerror', None) or 'it is no text'}") from exc
+    inside = text.strip().removeprefix("[").removesuffix("]").strip()
+    if not inside:
+        raise UsageError(f"{path} is empty: write token ids as numbers, apart by commas or blanks")
+    words = re.split(r"[\s,]+", inside)
     if not all(word.isascii() and word.isdigit() for word in words):
-        raise CtlError(f"{path} holds something else than token ids: write numbers apart by commas or blanks")
+        raise UsageError(f"{path} holds something else than token ids: write numbers apart by commas or blanks")
     return [int(word) for word in words]

@@ -109,8 +109,9 @@ class Cluster:
     def refusal(self, what: str, status: int | None, reason: str) -> str:
         """What to tell of an error of the API."""
         if status in (401, 403):
-            return f"the Kubernetes API refuses {what} in namespace {self.namespace} ({status}): the account needs the role of docs/ctl.md"
-        return f"the Kubernetes API answered {status} ({reason}) to {what} in namespace {self.namespace}"
+            why = "Forbidden" if status == 403 else "Unauthorized"
+            return f"the Kubernetes API refuses {what} in namespace {self.namespace} ({why}): the account needs the role of docs/ctl.md"
+        return f"the Kubernetes API answered {reason!r} to {what} in namespace {self.namespace}"
 
 
 class _Complaints(logging.Handler):

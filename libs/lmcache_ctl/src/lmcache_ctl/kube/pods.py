@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
+
+import msgspec
 
 from lmcache_ctl.cluster.services import DEFAULT_PORTS, Kind, Service
 from lmcache_ctl.errors import CtlError
@@ -24,6 +27,9 @@ PORT_NAME: Final = "http"
 LM_PORT_NAME: Final = "lm"
 DEFAULT_LM_PORT: Final = 65432
 MAX_FORWARDED: Final = 256
+TOKENS_KEY: Final = "tokens.yaml"
+"""What services of the chart read from the Secret that also holds the operator's token, under the next key."""
+OPERATOR_KEY: Final = "operator-token"
 FORWARDED_NAME: Final = "localhost"
 """What certificates of the chart name beside a pod's service: a forwarded connection ends there."""
 
@@ -35,6 +41,7 @@ class PodService(NamedTuple):
     pod: str
     port: int
     problem: str
+    token_secret: str
 
 
 def pods_of(cluster: Cluster, release: str | None) -> list[Any]:
@@ -59,7 +66,7 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
         kind = _kind(pod)
         if kind is not None and pod.status.phase not in ("Succeeded", "Failed"):
             waits = "" if pod.status.phase == "Running" else f"its pod is {pod.status.phase}: kubectl describe pod {pod.metadata.name}"
-            found.append(PodService(kind, pod.metadata.name, _port(pod, kind, port_name), waits))
+            found.append(PodService(kind, pod.metadata.name, _port(pod, kind, port_name), waits, _token_secret(pod)))
     return found
 
 
@@ -83,6 +90,7 @@ class PodWays:
         self._cluster = self._open.enter_context(Cluster(settings))
         self._directory = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-")))  # only its owner may enter it
         self._ways: dict[PodService, tuple[Service, ExitStack]] = {}
+        self._tokens: dict[str, str | None] = {}
         self._num_opened = 0
 
     def __enter__(self) -> Self:
@@ -115,18 +123,33 @@ class PodWays:
     def _opened(self, one: PodService) -> tuple[Service, ExitStack]:
         way, is_encrypted = ExitStack(), self._settings.tls is not None
         tls_name = self._settings.tls_name or FORWARDED_NAME
+        token = self._operator_token(one.token_secret)
         if self._port_name == LM_PORT_NAME:
             host, port = one.pod, one.port
             if not one.problem:
                 host, port = way.enter_context(PodPort(self._cluster, one.pod, one.port, None)).address
             url = f"{'lm+tls' if is_encrypted else 'lm'}://{host}:{port}"
-            return Service(one.kind, one.pod, url, tls_name, problem=one.problem, forwarded=True), way
+            return Service(one.kind, one.pod, url, tls_name, problem=one.problem, forwarded=True, token=token), way
         self._num_opened += 1
         path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
             way.enter_context(PodPort(self._cluster, one.pod, one.port, path))
         url = f"{'https' if is_encrypted else 'http'}://{one.pod}.{self._cluster.namespace}:{one.port}"
-        return Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path), forwarded=True), way
+        found = Service(one.kind, one.pod, url, tls_name, problem=one.problem, socket_path=str(path), forwarded=True)
+        return msgspec.structs.replace(found, token=token, token_secret=one.token_secret), way
+
+    def _operator_token(self, secret: str) -> str | None:
+        """The token of the release, where the caller was given none and this account may read it."""
+        if not secret or self._settings.token_file is not None or self._settings.token is not None:
+            return None
+        if secret not in self._tokens:
+            try:
+                found = self._cluster.call(f"secret {secret}", self._cluster.core.read_namespaced_secret, secret, self._cluster.namespace)
+                text = base64.b64decode((found.data or {}).get(OPERATOR_KEY, "")).decode("ascii").strip()
+            except (CtlError, ValueError):  # health is told without it; whoever asks for more hears how to give one
+                text = ""
+            self._tokens[secret] = text or None
+        return self._tokens[secret]
 
     def _forget(self, one: PodService) -> None:
         _, way = self._ways.pop(one)
@@ -148,6 +171,15 @@ def _port(pod: Any, kind: Kind, name: str) -> int:
                 if port.name == name:
                     return int(port.container_port)
     return DEFAULT_PORTS[kind] if name == PORT_NAME else DEFAULT_LM_PORT
+
+
+def _token_secret(pod: Any) -> str:
+    """The Secret that its services read their tokens from, "" where they ask for none."""
+    for volume in pod.spec.volumes or ():
+        for source in volume.projected.sources or () if volume.projected is not None else ():
+            if source.secret is not None and any(item.key == TOKENS_KEY for item in source.secret.items or ()):
+                return str(source.secret.name)
+    return ""
 
 
 def _containers(pod: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_ctl.output import UNKNOWN, print_table, print_text, size_text
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, size_text
 
 DEGRADED = "The index does not answer: nothing is known."
 
@@ -16,7 +16,7 @@ def print_status(found: Mapping[str, Any]) -> None:
     print_text(f"index      {stats['index']}{', which does not answer' if stats['degraded'] else ''}")
     print_text(f"chunks     {UNKNOWN if stats['num_chunks'] is None else stats['num_chunks']}")
     rows = [(one["instance"], one["kind"], str(one["next_sequence"]), f"{one['expires_in_ms'] / 1000:.1f} s") for one in found["instances"]]
-    print_table("", ("instance", "kind", "events", "lease"), rows, left=2)
+    print_table("", Columns(("instance", "kind", "events", "lease"), left=2), rows)
 
 
 def print_holders(found: Mapping[str, Any]) -> None:
@@ -25,7 +25,7 @@ def print_holders(found: Mapping[str, Any]) -> None:
         print_text(DEGRADED)
         return
     rows = [(one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"])) for one in found["holders"]]
-    print_table("", ("instance", "kind", "tier", "size"), rows, left=3)
+    print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
 
 
 def print_routes(found: Mapping[str, Any], num_asked: int) -> None:
@@ -34,7 +34,7 @@ def print_routes(found: Mapping[str, Any], num_asked: int) -> None:
         print_text(DEGRADED)
         return
     rows = [(one["instance"], f"{one['num_prefix']} of {num_asked}") for one in found["instances"]]
-    print_table("", ("instance", "chunks of the prefix"), rows)
+    print_table("", Columns(("instance", "chunks of the prefix")), rows)
 
 
 def print_prefix(found: Mapping[str, Any]) -> None:
@@ -48,4 +48,4 @@ def print_prefix(found: Mapping[str, Any]) -> None:
         for chunk_id, holders in zip(found["chunk_ids"], found["holders"], strict=False)
     ]
     if rows:
-        print_table("", ("chunk", "held by"), rows, left=2)
+        print_table("", Columns(("chunk", "held by"), left=2), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_ctl.cluster.targets import Outcome
-from lmcache_ctl.output import print_table, print_text, size_text
+from lmcache_ctl.output import Columns, print_table, print_text, size_text
 
 SHOWN_DIGITS = 16
 
@@ -13,7 +13,7 @@ SHOWN_DIGITS = 16
 def print_pins(found: Sequence[Outcome]) -> None:
     """What each service keeps, what it does not, and why."""
     rows = [(str(one.kind), one.name, one.problem or _done(one)) for one in found]
-    print_table("", ("service", "name", "pins"), rows, left=3, prose=True)
+    print_table("", Columns(("service", "name", "pins"), left=3, prose=True), rows)
     kept = [
         (
             one.name,
@@ -26,7 +26,7 @@ def print_pins(found: Sequence[Outcome]) -> None:
         for pin in one.result.get("pins", [])
     ]
     if kept:
-        print_table("", ("name", "chunk", "of", "size", "seconds left"), kept, left=3)
+        print_table("", Columns(("name", "chunk", "of", "size", "seconds left"), left=3), kept)
     for one in found:
         for missing in one.result.get("not_pinned", []):
             print_text(f"{one.name}: {_shown(missing)} is not pinned: {missing['reason']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmcache_ctl.output import UNKNOWN, print_table, print_text, size_text
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, size_text
 
 
 def print_status(found: Mapping[str, Any]) -> None:
@@ -25,13 +25,13 @@ def print_status(found: Mapping[str, Any]) -> None:
         print_text(f"{name:<11}{value}")
     tiers = found["tiers"]["tiers"].items()
     rows = [(name, str(tier["num_chunks"]), size_text(tier["used_bytes"]), size_text(tier["capacity_bytes"])) for name, tier in tiers]
-    print_table("", ("tier", "chunks", "used", "of"), rows)
+    print_table("", Columns(("tier", "chunks", "used", "of")), rows)
     clients = [
         (one["client"], one["model"], f"{one['rank']} of {one['world_size']}", str(one["pid"]), size_text(one["pinned_bytes"]))
         for one in found["clients"]["clients"]
     ]
     if clients:
-        print_table("", ("client", "model", "rank", "pid", "pinned"), clients, left=2)
+        print_table("", Columns(("client", "model", "rank", "pid", "pinned"), left=2), clients)
 
 
 def _drain_text(drain: Mapping[str, int]) -> str:
@@ -45,7 +45,7 @@ def print_explanations(found: Mapping[str, Any]) -> None:
         title = f"{one['model_name']} ({one['fmt']}), chunks of {one['chunk_size']} tokens: the first {one['num_prefix']} are complete"
         size = one["chunk_size"]
         rows = [(_tokens_text(chunk), *_state_cells(state, is_rest(chunk, size))) for chunk in one["chunks"] for state in chunk["states"]]
-        print_table(title, ("tokens", "rank", "where it is", "size", "age"), rows, left=3)
+        print_table(title, Columns(("tokens", "rank", "where it is", "size", "age"), left=3), rows)
     if found["num_not_explained"]:
         print_text(f"{found['num_not_explained']} further ways to name them are left out: name a --model.")
 

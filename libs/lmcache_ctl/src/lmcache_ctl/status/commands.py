@@ -13,8 +13,9 @@ from lmcache_ctl.reach import Reach
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
-    Every replica is asked by itself, all at once. Exits with 1 when one is
-    not well: it does not answer, is not ready, or refuses the token.
+    Every replica is asked by itself, all at once. Health, versions and hits
+    need no token; what tiers hold, peers and drains do. Exits with 1 when one
+    is not well: it does not answer, is not ready, or refuses the token.
     """
     from lmcache_ctl.status.overview import overview
     from lmcache_ctl.status.tables import print_overview
@@ -22,5 +23,7 @@ def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     with reach.services() as services:
         found = overview(reach.settings, services)
     show(found, output, print_overview)
+    if reach.hint and not any(one.version for one in found.services):  # none of ours has answered
+        typer.echo(f"lmcachectl: {reach.hint}", err=True)
     if not found.is_well:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ class Totals(msgspec.Struct, frozen=True):
 
     Attributes:
         num_services: That were asked.
-        num_well: That do their work, and said all that they were asked.
+        num_well: That do their work.
         versions: Versions that run, and how many of each.
         hit_ratio: Share of the chunks that engines wanted and sidecars had, or got from elsewhere; None before the first.
         hit_ratio_by_tier: The same share, by the tier that had them.
@@ -45,8 +45,8 @@ class Overview(msgspec.Struct, frozen=True):
 
     @property
     def is_well(self) -> bool:
-        """Whether all of it is."""
-        return all(service.is_well for service in self.services)
+        """Whether all of it is, and nothing was refused."""
+        return all(service.is_well and not service.problem for service in self.services)
 
 
 def overview(settings: CtlSettings, services: list[Service]) -> Overview:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmcache_ctl.cluster.states import Drain, ServiceState
-from lmcache_ctl.output import UNKNOWN, print_table, print_text, share_text, size_text
+from lmcache_ctl.cluster.states import Drain, ServiceState, token_hint
+from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, share_text, size_text
 from lmcache_ctl.status.overview import Overview, Totals
 
 
@@ -16,17 +16,22 @@ def print_overview(found: Overview) -> None:
         (str(one.kind), one.name, str(one.state), one.version or UNKNOWN, _latency(one), share_text(one.traffic.hit_ratio), _facts(one))
         for one in found.services
     ]
-    print_table("", ("service", "name", "state", "version", "answers in", "hits", "more"), rows, left=4, prose=True)
+    headings = ("service", "name", "state", "version", "answers in", "hits", "more")
+    print_table("", Columns(headings, left=4, prose=True, spare=("answers in", "version", "more", "service")), rows)
     tiers = [
         (str(one.kind), one.name, tier.name, str(tier.num_chunks), size_text(tier.used_bytes), size_text(tier.capacity_bytes))
         for one in found.services
         for tier in one.tiers
     ]
     if tiers:
-        print_table("", ("service", "name", "tier", "chunks", "used", "of"), tiers, left=3)
+        of_tiers = ("service", "name", "tier", "chunks", "used", "of")
+        print_table("", Columns(of_tiers, left=3, spare=("chunks", "service", "of")), tiers)
     for one in found.services:
         if one.problem:
             print_text(f"{one.kind} {one.name}: {one.problem}")
+    how_many, how = token_hint(found.services)
+    if how_many:
+        print_text(f"{how_many} want a token for tiers, peers and drains: {how}.")
 
 
 def _total_lines(totals: Totals) -> Iterator[str]:

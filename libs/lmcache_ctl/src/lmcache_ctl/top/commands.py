@@ -63,13 +63,13 @@ async def _live(reach: Reach, find: Find, interval_s: float) -> None:
 
     with Live("looking ...", screen=True, auto_refresh=False) as live:
         async for found in moments(reach.settings, find, interval_s):
-            live.update(screen_of(found), refresh=True)
+            live.update(screen_of(found, live.console.width), refresh=True)
 
 
 def print_moment(found: Moment) -> None:
     """One interval, for people."""
-    from rich.console import Console
-
+    from lmcache_ctl.output import console
     from lmcache_ctl.top.screen import screen_of
 
-    Console(highlight=False).print(screen_of(found))
+    to = console()
+    to.print(screen_of(found, to.width), crop=False)

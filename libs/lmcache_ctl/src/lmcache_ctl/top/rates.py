@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lmcache_ctl.cluster.states import Drain, Link, ServiceState, State, Tier, Traffic
+from lmcache_ctl.cluster.states import Drain, Link, ServiceState, State, Tier, Traffic, token_hint
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -47,12 +47,14 @@ class Moment(msgspec.Struct, frozen=True):
         services: In the order that they were asked in.
         links: The peers that brokers know, and how many pulls each serves.
         problem: Why services could not be found anew, "" where they were.
+        hint: What would show more of them, "" for nothing.
     """
 
     seconds: float
     services: list[Rates]
     links: list[Link]
     problem: str = ""
+    hint: str = ""
 
 
 def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], seconds: float, problem: str = "") -> Moment:
@@ -67,7 +69,9 @@ def moment(before: Sequence[ServiceState], after: Sequence[ServiceState], second
     earlier = {(state.kind, state.url): state for state in before}
     rates = [rates_of(earlier.get((state.kind, state.url)), state, seconds) for state in after]
     links = {link.id: link for state in after for link in state.links}
-    return Moment(round(seconds, 3), rates, [links[name] for name in sorted(links)], problem)
+    how_many, how = token_hint(after)
+    hint = f"{how_many} want a token for tiers, peers and drains: {how}." if how_many else ""
+    return Moment(round(seconds, 3), rates, [links[name] for name in sorted(links)], problem, hint)
 
 
 def rates_of(before: ServiceState | None, after: ServiceState, seconds: float) -> Rates:

@@ -1,0 +1,1 @@
+"""`lmcachectl version`: which release runs here, and at each service."""
