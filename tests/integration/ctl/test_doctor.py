@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
-from tests.fixtures.tls import Authority, replace
+from tests.fixtures.tls import Authority, ended_pair, replace
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
@@ -112,6 +113,48 @@ def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp
     assert "memory_gb wants" in wrong(found, "memory")[0][2]
     assert wrong(found, "reachable") == [], "with files alone no service is asked"
     assert "write KIND=FILE" in Ctl().text("doctor", "--check-config", "sidecars=x", code=2)
+
+
+def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
+    soon = authority.sign("soon")
+    signed = authority._ca.issue_cert("127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
+    replace(soon.cert, signed.cert_chain_pems[0].bytes())
+    replace(soon.key, signed.private_key_pem.bytes())
+    pairs = {
+        "good": (good.cert, good.key),
+        "foreign": (good.cert, other.key),
+        "ended": (ended.cert, ended.key),
+        "soon": (soon.cert, soon.key),
+    }
+    options = []
+    for name, (cert, key) in pairs.items():
+        file = write(tmp_path / f"{name}.yaml", tls_cert_file=str(cert), tls_key_file=str(key), port=0)
+        options.append(f"--check-config=lookup={file}")
+    client = write(
+        tmp_path / "client.yaml",
+        arena_path=str(tmp_path / "arena"),
+        arena_gb=0.01,
+        tls_client_cert_file=str(good.cert),
+        tls_client_key_file=str(other.key),
+    )
+    remote = {"remote_tls_cert_file": str(ended.cert), "remote_tls_key_file": str(ended.key)}
+    engine = write(tmp_path / "engine.yaml", remote_url="lm+tls://h:1", **remote)
+    found = Ctl().json("doctor", *options, f"--check-config=sidecar={client}", f"--check-config=engine={engine}", code=1)
+    told = {Path(where.split()[1]).stem: (level, what) for level, where, what in wrong(found, "certificate")}
+    assert set(told) == {"foreign", "ended", "soon", "client", "engine"}
+    assert told["foreign"][0] == "error"
+    assert "key values mismatch; both must be PEM and belong together" in told["foreign"][1]
+    assert told["client"] == ("error", told["client"][1])
+    assert told["ended"] == ("error", f"tls_cert_file {ended.cert} ended on 2025-03-01")
+    assert told["engine"] == ("error", f"remote_tls_cert_file {ended.cert} ended on 2025-03-01")
+    assert told["soon"] == ("warning", f"tls_cert_file {soon.cert} ends in 3.0 days")
+    command = [sys.executable, "-m", "lmcache_lookup", "--config", str(tmp_path / "foreign.yaml")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert told["foreign"][1] in refused.stderr
+    assert refused.stderr.count("\n") == 1
 
 
 def test_addresses_that_settings_name_and_nobody_answers(cluster: SmallCluster, tmp_path: Path) -> None:

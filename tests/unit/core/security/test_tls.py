@@ -1,3 +1,5 @@
+import datetime
+import logging
 import ssl
 from pathlib import Path
 
@@ -5,8 +7,9 @@ import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import TlsFiles, client_context, no_context, server_context, why_silent
+from lmcache_core.security.tls import certificate_end
 
-from tests.fixtures.tls import Authority
+from tests.fixtures.tls import Authority, ended_pair
 
 
 def test_servers_speak_1_3_and_resume_no_session(tmp_path: Path) -> None:
@@ -22,6 +25,33 @@ def test_clients_always_check_whom_they_speak_to(tmp_path: Path) -> None:
     for context in (client_context()._in_force, client_context(TlsFiles(ca_file=Authority(tmp_path).file))._in_force, no_context()):
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
     assert no_context().get_ca_certs() == []
+
+
+@pytest.mark.parametrize("year", [2025, 2049, 2050, 2120])
+def test_the_end_of_a_certificate_is_read(tmp_path: Path, year: int) -> None:
+    """From 2050 on X.509 writes years with four digits."""
+    end = datetime.datetime(year, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
+    signed = Authority(tmp_path)._ca.issue_cert("127.0.0.1", not_before=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), not_after=end)
+    file = tmp_path / "both.pem"
+    file.write_bytes(signed.private_key_pem.bytes() + b"".join(blob.bytes() for blob in signed.cert_chain_pems))
+    assert certificate_end(file) == end.timestamp()
+
+
+@pytest.mark.parametrize("content", [b"", b"no PEM", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_what_is_no_certificate_has_no_end(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.pem").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"x.pem: .* certificate"):
+        certificate_end(tmp_path / "x.pem")
+
+
+def test_a_certificate_that_has_ended_is_told_and_does_not_stop_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it does for its own pod needs no certificate, and files are read again when they are replaced."""
+    pair = ended_pair(Authority(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        server_context(TlsFiles(pair.cert, pair.key))
+        client_context(TlsFiles(pair.cert, pair.key))
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == ["certificate has ended, whoever checks it refuses it"] * 2
+    assert f"file={pair.cert} ended=2025-03-01" in caplog.text
 
 
 def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:

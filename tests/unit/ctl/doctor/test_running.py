@@ -46,6 +46,14 @@ def test_clocks_apart() -> None:
     assert wrong(state(Kind.STORAGE, "one", clock_skew_s=-300.0)) == [], "this machine's own clock is nobody's matter"
 
 
+def test_a_slow_answer_is_no_clock_that_is_off() -> None:
+    """The header may have been written at any time while the answer was waited for."""
+    here, slow = state(Kind.STORAGE, "here"), state(Kind.STORAGE, "slow", clock_skew_s=3.0, latency_ms=4000.0)
+    assert wrong(here, slow) == []
+    off = state(Kind.STORAGE, "off", clock_skew_s=9.0, latency_ms=4000.0)
+    assert wrong(here, off) == [(Level.WARNING, "clock", "storage off is 9 s before storage here")]
+
+
 def test_a_broker_that_does_not_know_a_sidecar() -> None:
     link = Link("a", "sidecar", "lm://h:1", "", "", 0.0, False, 0)
     sidecars = [state(Kind.SIDECAR, name, facts={"registered": "yes"}) for name in "ab"]

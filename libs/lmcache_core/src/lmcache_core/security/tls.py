@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
+import re
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,11 @@ from lmcache_core.security.handshakes import CountedObject
 from lmcache_core.security.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_TIME = rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
+_VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
+"""Two times, each a UTCTime until 2049 and a GeneralizedTime from 2050 on: RFC 5280, section 4.1.2.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,30 @@ def no_context() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
+def certificate_end(path: Path) -> float:
+    """Return the Unix time at which the first certificate of a PEM file ends.
+
+    Raises:
+        ConfigError: The file cannot be read or holds none.
+    """
+    try:
+        pem = _PEM.search(path.read_text(encoding="latin-1"))
+        times = None if pem is None else _VALIDITY.search(ssl.PEM_cert_to_DER_cert(pem[0]))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"certificate {path}: {_reason(exc)}; it must hold a certificate in PEM") from exc
+    if times is None:
+        raise ConfigError(f"certificate {path}: not PEM; it must hold a certificate in PEM")
+    text = times[2].decode()
+    if len(text) == 12:  # RFC 5280: 50 to 99 are of the last century
+        text = ("19" if text >= "50" else "20") + text
+    return datetime.datetime.strptime(text + "+0000", "%Y%m%d%H%M%S%z").timestamp()
+
+
+def day_of(unix_s: float) -> str:
+    """Return the day of a certificate's end, for people."""
+    return f"{datetime.datetime.fromtimestamp(unix_s, datetime.UTC):%Y-%m-%d}"
+
+
 def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
     assert files.cert_file is not None
     key = files.cert_file if files.key_file is None else files.key_file
@@ -182,6 +214,9 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
         context.load_cert_chain(files.cert_file, key, password=_refuse_passphrase)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and belong together") from exc
+    ends_s = certificate_end(files.cert_file)
+    if ends_s < time.time():  # no reason to end: it may be replaced at any time, and some callers need none
+        logger.warning("certificate has ended, whoever checks it refuses it: file=%s ended=%s", files.cert_file, day_of(ends_s))
 
 
 def _load_trusted(context: ssl.SSLContext, path: Path) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
+
+from lmcache_core.errors import LMCacheError
+from lmcache_core.security import tls
 
 from lmcache_ctl.cluster.services import Service
 from lmcache_ctl.doctor.findings import Finding, Level
@@ -19,7 +23,7 @@ DAY_S: Final = 86_400.0
 CLOSING_S: Final = 0.01
 """For the loop to let go of connections that were given up."""
 CHECK: Final = "certificate"
-FIX: Final = "issue it anew; services take new files by themselves"
+FIX: Final = "have another one issued; services take new files by themselves"
 
 
 async def check_certificates(settings: CtlSettings, services: Sequence[Service]) -> list[Finding]:
@@ -36,13 +40,39 @@ async def _of_one(settings: CtlSettings, service: Service) -> Finding:
         async with asyncio.timeout(settings.timeout_s):
             ends_s = await _end_of(settings, service)
     except ssl.SSLCertVerificationError as exc:
-        return Finding(Level.ERROR, CHECK, where, f"not trusted: {exc.verify_message}", "give its authority by --tls CA, or issue it anew")
+        return Finding(Level.ERROR, CHECK, where, f"not trusted: {exc.verify_message}", "give its authority by --tls CA")
     except (OSError, TimeoutError) as exc:
         return Finding(Level.ERROR, CHECK, where, f"none was shown: {str(exc) or 'no answer in time'}", "see what is said of reachable")
+    return _until(where, "", ends_s)
+
+
+def check_identity(where: str, option: str, cert: Path, load: Callable[[], object]) -> Finding:
+    """Whether a certificate and its key in files are what the service would take, and for how long.
+
+    Args:
+        where: Of which settings.
+        option: That names the certificate.
+        cert: Its file.
+        load: What the service does with both; raises what it would.
+    """
+    tls.logger.disabled = True  # what it would warn of is a finding here
+    try:
+        load()
+        ends_s = tls.certificate_end(cert)
+    except LMCacheError as exc:
+        return Finding(Level.ERROR, CHECK, where, str(exc), "mount the certificate and the key that were issued together")
+    finally:
+        tls.logger.disabled = False
+    return _until(where, f"{option} {cert} ", ends_s)
+
+
+def _until(where: str, what: str, ends_s: float) -> Finding:
     days = (ends_s - time.time()) / DAY_S
+    if days < 0:
+        return Finding(Level.ERROR, CHECK, where, f"{what}ended on {tls.day_of(ends_s)}", FIX)
     if days < SOON_DAYS:
-        return Finding(Level.WARNING, CHECK, where, f"ends in {days:.1f} days", FIX)
-    return Finding(Level.OK, CHECK, where, f"good for {days:.0f} days")
+        return Finding(Level.WARNING, CHECK, where, f"{what}ends in {days:.1f} days", FIX)
+    return Finding(Level.OK, CHECK, where, f"{what}good for {days:.0f} days".strip())
 
 
 async def _end_of(settings: CtlSettings, service: Service) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import stat
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,25 @@ MODELS: Final = MappingProxyType(
     }
 )
 """Module and name of each service's model, and the package that brings it."""
-SECRET_FILES: Final = ("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file", "tls_key_file", "tls_client_key_file")
-PLAIN_FILES: Final = ("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file", "redis_tls_ca_file")
+SECRET_FILES: Final = (
+    *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
+    *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
+)
+PLAIN_FILES: Final = (
+    *("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file"),
+    *("redis_tls_ca_file", "redis_tls_cert_file"),
+)
+SERVER_IDENTITIES: Final = (
+    ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+    ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),
+)
+CLIENT_IDENTITIES: Final = (
+    ("tls_client_cert_file", "tls_client_key_file", "tls_ca_file"),
+    ("redis_tls_cert_file", "redis_tls_key_file", "redis_tls_ca_file"),
+    ("remote_tls_cert_file", "remote_tls_key_file", "remote_tls_ca_file"),
+    ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file"),
+)
+"""Options that name a certificate, its key, and the authorities that go with them; those with `peer` and `remote` are an engine's."""
 
 
 class ConfigFile(NamedTuple):
@@ -84,23 +102,41 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
             findings += [Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()]
             continue
         findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
-        if settings is not None:
+        if file.kind != ENGINE:
             findings += _files_of(where, settings)
             loaded.append(Loaded(file, settings))
+        findings += _certificates_of(where, settings)
     return findings, loaded
 
 
-def _load(file: ConfigFile) -> ServiceSettings | None:
+def _load(file: ConfigFile) -> Any:
     if file.kind == ENGINE:
         from lmcache_core.config import LMCacheEngineConfig
 
-        LMCacheEngineConfig.from_file(str(file.path))
-        return None
+        return LMCacheEngineConfig.from_file(str(file.path))
     from lmcache_servicekit.settings import load_settings
 
     module, name, _ = MODELS[file.kind]
     model: type[ServiceSettings] = getattr(importlib.import_module(module), name)
     return load_settings(model, file.path)
+
+
+def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
+    """The contexts that the service makes of them at its start; missing files have been told."""
+    from lmcache_core.security import TlsFiles, client_context, server_context
+
+    from lmcache_ctl.doctor.certificates import check_identity
+
+    seen: set[tuple[Path, ...]] = set()
+    for context, identities in ((server_context, SERVER_IDENTITIES), (client_context, CLIENT_IDENTITIES)):
+        for names in identities:
+            paths = [None if (value := getattr(settings, name, None)) is None else Path(value) for name in names]
+            files = TlsFiles(*paths)
+            is_told = tuple(files.paths[:2]) in seen
+            if files.cert_file is None or is_told or not all(path.exists() for path in files.paths):
+                continue
+            seen.add(tuple(files.paths[:2]))
+            yield check_identity(where, names[0], files.cert_file, functools.partial(context, files))
 
 
 def _files_of(where: str, settings: Any) -> Iterator[Finding]:

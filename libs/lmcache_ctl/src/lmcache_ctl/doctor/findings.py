@@ -61,7 +61,7 @@ def diagnosis_of(findings: Sequence[Finding]) -> Diagnosis:
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """What is wrong, each with what to do about it; what is in order is only counted, by check."""
+    """What is wrong, each with what to do about it; checks that passed are only counted."""
     fine = [one for one in found.findings if one.level is Level.OK]
     for one in found.findings:
         if one.level is not Level.OK:
@@ -70,5 +70,9 @@ def print_diagnosis(found: Diagnosis) -> None:
                 print_text(f"        -> {one.fix}")
     by_check = {check: sum(one.check == check for one in fine) for check in dict.fromkeys(one.check for one in fine)}
     if by_check:
-        print_text("In order: " + ", ".join(f"{check} ({number})" for check, number in by_check.items()) + ".")
-    print_text(f"{found.num_errors} errors, {found.num_warnings} warnings.")
+        print_text("Passed: " + ", ".join(f"{check} ({number})" for check, number in by_check.items()) + ".")
+    print_text(f"{_counted(found.num_errors, 'error')}, {_counted(found.num_warnings, 'warning')}.")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -84,17 +84,23 @@ def _apart(releases: Sequence[tuple[int, int]]) -> int:
 
 
 def _clocks(states: Sequence[ServiceState]) -> Iterator[Finding]:
-    known = [(state.clock_skew_s, f"{state.kind} {state.name}") for state in states if state.clock_skew_s is not None]
+    known = [state for state in states if state.clock_skew_s is not None]
     if len(known) < 2:
         return
-    (slow_s, slow), (fast_s, fast) = min(known), max(known)
-    apart_s = fast_s - slow_s
-    if apart_s > MAX_CLOCK_SKEW_S:
-        what = f"{fast} is {apart_s:.0f} s before {slow}"
+    # A clock was read at any time while its answer was waited for: only what is beyond that is certain.
+    slow, fast = min(known, key=lambda state: _skew(state, 1)), max(known, key=lambda state: _skew(state, -1))
+    if _skew(fast, -1) - _skew(slow, 1) > MAX_CLOCK_SKEW_S:
+        apart_s = _skew(fast) - _skew(slow)
+        what = f"{fast.kind} {fast.name} is {apart_s:.0f} s before {slow.kind} {slow.name}"
         fix = "let NTP or chrony set the clocks of their nodes: tickets and ages are compared across machines"
         yield Finding(Level.WARNING, "clock", "all services", what, fix)
     else:
-        yield Finding(Level.OK, "clock", "all services", "within about a second of one another")
+        yield Finding(Level.OK, "clock", "all services", f"no clocks are seen to be more than {MAX_CLOCK_SKEW_S:g} s apart")
+
+
+def _skew(state: ServiceState, side: int = 0) -> float:
+    """How far its clock is ahead, seconds: as estimated, or at most (1), or at least (-1)."""
+    return (state.clock_skew_s or 0.0) + side * (state.latency_ms or 0.0) / 2000
 
 
 def _links(states: Sequence[ServiceState]) -> Iterator[Finding]:
