@@ -85,8 +85,9 @@ async def test_replicas_take_turns_and_one_that_is_away_is_passed_by() -> None:
 
 async def test_without_a_replica_connections_end() -> None:
     async with linked() as link, connection(link) as (reader, _):
-        with contextlib.suppress(OSError):
-            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b""
 
 
 async def test_one_bit_is_turned_in_a_piece() -> None:
@@ -103,12 +104,14 @@ async def test_a_cut_ends_what_is_and_not_what_comes() -> None:
         async with connection(link) as (reader, _):
             await reader.readexactly(1)
             await link.cut()
-            with contextlib.suppress(OSError):
-                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+            async with asyncio.timeout(PATIENCE_S):
+                with contextlib.suppress(OSError):
+                    assert await reader.read() == b""
         assert link.num_cut == 1
         assert await exchange(link, b"") == b""
         async with connection(link) as (reader, _):
-            assert await asyncio.wait_for(reader.readexactly(1), PATIENCE_S) == b"a"
+            async with asyncio.timeout(PATIENCE_S):
+                assert await reader.readexactly(1) == b"a"
 
 
 async def test_nothing_passes_while_it_is_frozen() -> None:
@@ -118,9 +121,11 @@ async def test_nothing_passes_while_it_is_frozen() -> None:
         await link.freeze()
         writer.write(b"y")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.readexactly(1), SHORT_S)
+            async with asyncio.timeout(SHORT_S):
+                await reader.readexactly(1)
         await link.thaw()
-        assert await asyncio.wait_for(reader.readexactly(1), PATIENCE_S) == b"y"
+        async with asyncio.timeout(PATIENCE_S):
+            assert await reader.readexactly(1) == b"y"
 
 
 async def test_a_delay_counts_in_both_directions() -> None:

@@ -275,7 +275,8 @@ async def test_a_closing_server_waits_no_longer_than_it_may() -> None:
     async with serving(store) as server, client_of(server.port) as client:
         underway = asyncio.create_task(client.contains(keys_of(1)))
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(server.close(drain_s=0.1), 3)
+        async with asyncio.timeout(3):
+            await server.close(drain_s=0.1)
         with pytest.raises(UnavailableError):
             await underway
 
@@ -333,7 +334,8 @@ async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
             [result] = await client.get([make_key(1)], arena, timeout_s=5.0)
             assert take(result) == make_payload(1)
             assert len(relays) == 1
-        await asyncio.wait_for(asyncio.gather(*relays), 5.0)
+        async with asyncio.timeout(5.0):
+            await asyncio.gather(*relays)
     arena.check_empty()
 
 
@@ -352,7 +354,8 @@ async def test_a_client_that_is_closed_while_it_connects() -> None:
         await client.close()
         with pytest.raises(UnavailableError):
             await getting
-    await asyncio.wait_for(asyncio.gather(*answers), 5.0)
+    async with asyncio.timeout(5.0):
+        await asyncio.gather(*answers)
     assert answers
 
 

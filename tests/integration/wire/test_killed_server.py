@@ -22,7 +22,8 @@ async def start(port: int) -> tuple[asyncio.subprocess.Process, int]:
     arguments = ["-m", "tests.integration.wire.serve_chunks", str(port), str(NUM_CHUNKS), str(PAYLOAD_BYTES)]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    return process, int(await asyncio.wait_for(process.stdout.readline(), 30))
+    async with asyncio.timeout(30):
+        return process, int(await process.stdout.readline())
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
@@ -43,7 +44,8 @@ async def test_misses_no_lost_memory_and_a_new_connection(num_whole: int) -> Non
             while arena.allocator.used_bytes <= num_whole * PAYLOAD_BYTES:
                 await asyncio.sleep(0)
             await kill(process)
-            results = await asyncio.wait_for(reading, 5)
+            async with asyncio.timeout(5):
+                results = await reading
             chunks = [result for result in results if isinstance(result, Chunk)]
             assert num_whole <= len(chunks) < NUM_CHUNKS
             assert {r.reason for r in results if isinstance(r, Miss)} == {MissReason.UNAVAILABLE}

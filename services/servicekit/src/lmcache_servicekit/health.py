@@ -101,12 +101,17 @@ def create_health_router(registry: HealthRegistry) -> APIRouter:
 
 async def _run_check(check: HealthCheck) -> CheckReport:
     started = time.perf_counter()
-    [outcome] = await asyncio.gather(asyncio.wait_for(check.probe(), check.timeout_s), return_exceptions=True)
+    [outcome] = await asyncio.gather(_probe_in_time(check), return_exceptions=True)
     latency_ms = round((time.perf_counter() - started) * 1000, 3)
     if isinstance(outcome, str):
         return CheckReport(ok=True, detail=outcome, latency_ms=latency_ms)
     logger.warning("readiness check %s failed: %r", check.name, outcome)
     return CheckReport(ok=False, detail=_describe(outcome, check.timeout_s), latency_ms=latency_ms)
+
+
+async def _probe_in_time(check: HealthCheck) -> str:
+    async with asyncio.timeout(check.timeout_s):
+        return await check.probe()
 
 
 def _describe(error: BaseException, timeout_s: float) -> str:

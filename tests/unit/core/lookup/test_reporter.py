@@ -235,3 +235,21 @@ async def test_a_snapshot_that_fails_is_tried_again(caplog: pytest.LogCaptureFix
     assert "busy" in caplog.text
     await reporter.close()
     await instance.client.close()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_close_ends_right_after_an_event(turns: int) -> None:
+    """Turns of the loop between both: the reporter is woken and cancelled at once."""
+    service = ModelService()
+    instance = Instance(service)
+    await instance.client.open()
+    await instance.reporter.open()
+    await eventually(lambda: instance.agrees_with(service))
+    await asyncio.sleep(0.01)  # it waits for events
+    instance.store(1)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await instance.reporter.close()
+    assert service.ended
+    await instance.client.close()

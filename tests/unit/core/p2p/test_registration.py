@@ -251,3 +251,20 @@ async def test_ones_own_drain_is_no_wish_of_the_broker() -> None:
     await until(lambda: broker.known.get("a") is True)
     await registration.close()
     assert listener.num_drains == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_close_ends_right_after_a_drain(turns: int) -> None:
+    """Turns of the loop between both: the registration is woken and cancelled at once."""
+    broker = FakeBroker()
+    broker.ttl_ms = 60_000
+    registration = PeerRegistration(broker, PEER, ttl_ms=60_000)
+    await registration.open()
+    await until(lambda: registration.registered)
+    await asyncio.sleep(0.1)  # it waits for its next renewal
+    registration.drain()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await registration.close()
+    assert broker.known == {}

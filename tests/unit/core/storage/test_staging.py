@@ -290,7 +290,8 @@ async def test_what_a_lift_brings_for_nobody_stays_hot_and_is_not_held() -> None
     shelf.held.update(names)
     async with world(shelf) as w:
         w.stage("t", chain)
-        await asyncio.wait_for(shelf.began.wait(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await shelf.began.wait()
         w.staging.unstage(["t"])
         shelf.may_go_on.set()
         deadline = time.monotonic() + PATIENCE_S

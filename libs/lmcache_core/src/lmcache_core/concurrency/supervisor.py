@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import Final
 
 logger = logging.getLogger(__name__)
+
+CANCEL_WAIT_S: Final = 5.0
+"""How long `TaskSupervisor.close` waits for the tasks that it cancelled."""
 
 
 class TaskSupervisor:
@@ -46,14 +50,23 @@ class TaskSupervisor:
         return self.start(name, self._repeat(name, work, interval_s))
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the rest."""
+        """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the rest.
+
+        A task that has not ended `CANCEL_WAIT_S` after it was cancelled is logged and left.
+        """
         self._closed = True
         tasks = list(self._tasks)
-        if tasks and drain_s > 0:
-            await asyncio.wait(tasks, timeout=drain_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return
+        try:
+            if drain_s > 0:
+                await asyncio.wait(tasks, timeout=drain_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+        _, left = await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+        for name in sorted(task.get_name() for task in left):
+            logger.error("background task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S)
 
     async def _guard(self, name: str, work: Coroutine[None, None, None]) -> None:
         try:

@@ -159,7 +159,8 @@ class InstanceReporter:
     async def _wait_for_events(self) -> None:
         self._wake.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self._renew_at - time.monotonic()))
+            async with asyncio.timeout(max(0.0, self._renew_at - time.monotonic())):
+                await self._wake.wait()
             await asyncio.sleep(self._timing.gather_s)
 
     async def _advance(self) -> None:

@@ -115,7 +115,8 @@ class PeerRegistration:
         """Wait until a renewal is due, then renew. Waiting comes first so that a failure which we did not expect waits too."""
         with contextlib.suppress(TimeoutError):
             interval_s = min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
-            await asyncio.wait_for(self._wake.wait(), max(0.0, interval_s - _MIN_PAUSE_S))
+            async with asyncio.timeout(max(0.0, interval_s - _MIN_PAUSE_S)):
+                await self._wake.wait()
         self._wake.clear()
         self._interval_s = self._interval_s or (FIRST_INTERVAL_S if self._ttl_ms is None else self._ttl_ms / 1000 / RENEWALS_PER_LEASE)
         await self._renew()
