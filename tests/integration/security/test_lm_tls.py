@@ -250,3 +250,16 @@ async def test_a_tenant_that_asks_too_often_is_told_busy() -> None:
         assert lm.is_connected
         await asyncio.sleep(0.3)
         assert await lm.contains([make_key("a")]) == [False]
+
+
+async def test_close_does_not_wait_for_a_client_that_never_begins_its_handshake(tmp_path: Path) -> None:
+    server = LmServer(MemoryStore(), lambda token: Tenant("default"), limits=ServerLimits(hello_timeout_s=3600))
+    await server.open(server_tls(Authority(tmp_path).sign("server")))
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        await asyncio.sleep(0.05)  # the server has accepted it
+        async with asyncio.timeout(10):
+            await server.close()
+    finally:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)

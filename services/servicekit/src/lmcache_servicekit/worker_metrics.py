@@ -44,7 +44,6 @@ class WorkerMetrics:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-            await server.wait_closed()
 
     async def gather(self) -> bytes:
         """The metrics of all workers, in Prometheus' text format; one that does not answer in time is shown as not up."""

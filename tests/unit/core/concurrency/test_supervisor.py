@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -11,10 +12,8 @@ from lmcache_core.concurrency import TaskSupervisor, supervisor
 
 async def swallow_first(ended: list[str]) -> None:
     """Swallow one cancellation, then wait for the next."""
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        pass
     try:
         await asyncio.Event().wait()
     finally:

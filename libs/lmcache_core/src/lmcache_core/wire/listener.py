@@ -117,9 +117,8 @@ class FrameListener:
             await stream.wait_closed()
         self._served.clear()
         self._leaving.clear()
-        if self._server is not None:
-            await self._server.wait_closed()
-            self._server = None
+        # No `Server.wait_closed`: from Python 3.12 on it waits also for TLS handshakes that nobody ends.
+        self._server = None
 
     def _accept(self, stream: FrameStream) -> None:
         if self._is_closing:

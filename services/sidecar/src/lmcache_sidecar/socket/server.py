@@ -102,7 +102,6 @@ class SocketServer:
         await asyncio.gather(*connections, return_exceptions=True)
         for writer in connections.values():
             writer.transport.abort()  # a task that was cancelled before it began has not done it
-        await server.wait_closed()
         await take_turns(1)  # what is aborted closes its socket in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
             if self._path.lstat().st_ino == self._inode:  # else it is the socket of a sidecar that has taken over
