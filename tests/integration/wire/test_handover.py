@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from lmcache_core.security import Principal
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 from lmcache_core.wire import ClientOptions, LmClient, LmServer, ServerLimits
 from lmcache_core.wire.handover_log import HandoverLog
-from lmcache_core.wire.messages import ErrorMessage, Handover, Put, PutOk
+from lmcache_core.wire.messages import ErrorMessage, Handover, Held, Ping, Put, PutOk
 from lmcache_core.wire.served import HandoverNote
 
 from tests.fixtures.wire import MemoryStore, RawConnection, connected
@@ -167,6 +168,25 @@ async def test_a_damaged_one_is_refused_and_the_connection_goes_on() -> None:
         record[-1] ^= 1
         assert await say(raw, 3, Handover("rival", 0, True), bytes(record)) == PutOk(False, "corrupt")
         assert await say(raw, 4, Put(), bytes(record)) == PutOk(False, "corrupt")
+        assert set(store.chunks) == {make_key("a", "acme")}
+
+
+@pytest.mark.parametrize("role", ["admin", "storage"])
+@pytest.mark.parametrize("message", ["handover", "held", "ping"])
+async def test_who_has_lost_the_role_since_hello_is_refused(role: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, roles = TakingStore(), [role]
+    monkeypatch.setattr(sys.modules[__name__], "by_token", lambda token: Principal("home", roles[0], "test"))
+    async with serving(store, ServerLimits(reauthenticate_s=0.0)) as server, connected(server.port) as raw:
+        await raw.hello("any", capabilities=["handover", "held"])
+        record = make_chunk("a").head + make_payload("a")
+        assert await say(raw, 2, Handover("acme", 0, True), record) == PutOk(True, "")
+        roles[0] = "client"
+        asked = {"handover": Handover("rival", 0, True), "held": Held("acme", []), "ping": Ping()}[message]
+        await raw.say(3, asked, record if message == "handover" else b"")
+        _, answer, _ = await raw.read()
+        assert isinstance(answer, ErrorMessage)
+        assert answer.code == "authentication"
+        assert await raw.is_closed()
         assert set(store.chunks) == {make_key("a", "acme")}
 
 

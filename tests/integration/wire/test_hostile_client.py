@@ -50,7 +50,17 @@ async def servers_frame(raw: RawConnection) -> None:
 async def old_correlation_id(raw: RawConnection) -> None:
     await raw.hello()
     await raw.say(5, messages.Ping())
+    assert (await raw.read())[1] == messages.Pong()
     await raw.say(5, messages.Ping())
+    await until_refused(raw)
+
+
+async def earlier_correlation_id(raw: RawConnection) -> None:
+    await raw.hello()
+    await raw.say(5, messages.Ping())
+    assert (await raw.read())[1] == messages.Pong()
+    await raw.say(4, messages.Ping())
+    await until_refused(raw)
 
 
 async def context_of_another_request(raw: RawConnection) -> None:
@@ -156,6 +166,7 @@ ATTACKS = [
     hello_twice,
     servers_frame,
     old_correlation_id,
+    earlier_correlation_id,
     context_of_another_request,
     context_twice,
     context_of_a_past_request,

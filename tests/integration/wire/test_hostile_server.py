@@ -206,6 +206,27 @@ async def test_what_arrived_whole_before_the_lie_is_kept() -> None:
     arena.check_empty()
 
 
+async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
+    """The first is a chunk; a second one for the same key would take its place, and its memory with it."""
+    arena = Arena()
+
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await raw.say(header.correlation_id, messages.ChunkHead(0), RECORD)
+        await raw.say(header.correlation_id, messages.ChunkHead(0), RECORD)
+        await raw.say(header.correlation_id, messages.GetEnd([(1, "never_stored")]))
+        await forever(raw)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        first, second = await client.get(keys_of("a", "b"), arena, timeout_s=TIMEOUT_S)
+        assert second == Miss(MissReason.UNAVAILABLE), "what comes behind the second one is not believed"
+        assert not client.is_connected
+        assert isinstance(first, Chunk)
+        first.release()
+    arena.check_empty()
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [

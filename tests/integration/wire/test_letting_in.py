@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.record import Miss, MissReason
+from lmcache_core.security import Ticket
 from lmcache_core.wire import ServerLimits
 
-from tests.fixtures.wire import MemoryStore, Tenant, client_of, serving
+from tests.fixtures.wire import Arena, MemoryStore, Tenant, by_token, client_of, connected, keys_of, serving
+
+
+def one_ticket(ticket: str) -> Ticket:
+    if ticket != "good":
+        raise AuthenticationError("no such ticket")
+    return Ticket("k1", "server", "me", "acme", 1 << 50)
 
 
 async def test_too_many_connections_are_turned_away() -> None:
@@ -49,3 +59,36 @@ async def test_the_authenticator_sees_the_token() -> None:
         async with client_of(server.port) as other:
             await other.ping()
     assert seen == ["secret", None]
+
+
+async def test_silent_connections_take_no_places() -> None:
+    """Neither from who comes later nor from who is served; the oldest of them give place to those that come."""
+    limits = ServerLimits(max_connections=2, max_strangers=4, hello_timeout_s=60)
+    async with serving(MemoryStore(), limits, by_token) as server, AsyncExitStack() as exits:
+        first = await exits.enter_async_context(client_of(server.port, "acme"))
+        await first.ping()
+        silent = [await exits.enter_async_context(connected(server.port)) for _ in range(12)]
+        second = await exits.enter_async_context(client_of(server.port, "acme"))
+        await second.ping()
+        assert [await raw.is_closed(0.2) for raw in silent[-3:]] == [False] * 3
+        assert [await raw.is_closed() for raw in silent[:8]] == [True] * 8
+        await first.ping()
+        async with client_of(server.port, "acme") as third:
+            with pytest.raises(UnavailableError, match="busy"):
+                await third.ping()
+
+
+async def test_who_shows_neither_token_nor_ticket_takes_no_place() -> None:
+    """Where peers are served by ticket, HELLO alone proves nothing."""
+    limits = ServerLimits(max_connections=1, max_strangers=2)
+    async with serving(MemoryStore(), limits, by_token, one_ticket) as server, AsyncExitStack() as exits:
+        for _ in range(6):
+            raw = await exits.enter_async_context(connected(server.port))
+            await raw.hello()
+        client = await exits.enter_async_context(client_of(server.port, name="me"))
+        [result] = await client.get(keys_of("a"), Arena(), ticket="good")
+        assert isinstance(result, Miss)
+        assert result.reason is MissReason.NEVER_STORED
+        async with client_of(server.port, name="me") as other:
+            assert await other.get(keys_of("a"), Arena(), ticket="good") == [Miss(MissReason.UNAVAILABLE)]
+        await client.ping()

@@ -37,6 +37,8 @@ class FrameListener:
         begin: Makes the session of a connection.
         turned_away: Is told of connections that are too many.
         goodbye: What these are told; None: nothing, they are hung up on.
+        max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a further one. 0: every
+            connection is let in at once.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FrameListener:
         begin: Callable[[FrameStream], FrameSession],
         turned_away: Callable[[FrameStream], None],
         goodbye: ErrorMessage | None = None,
+        max_strangers: int = 0,
     ) -> None:
         self._name = name
         self._max_connections = max_connections
@@ -54,9 +57,11 @@ class FrameListener:
         self._goodbye = goodbye
         self._server: asyncio.Server | None = None
         self._sessions: set[FrameSession] = set()
+        self._max_strangers = max_strangers
+        self._strangers: dict[FrameStream, None] = {}  # the oldest first
         self._served: set[FrameStream] = set()
         self._leaving: set[FrameStream] = set()
-        self._tasks = TaskSupervisor(name, 2 * max_connections)
+        self._tasks = TaskSupervisor(name, 2 * (max_connections + max_strangers))
         self._is_closing = False
 
     @property
@@ -73,8 +78,18 @@ class FrameListener:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are served now."""
-        return len(self._served)
+        """Connections that are open now, but for those that are told goodbye."""
+        return len(self._served) + len(self._strangers)
+
+    def let_in(self, stream: FrameStream) -> bool:
+        """Give a stranger a place among those that are served; False: there is none."""
+        if stream in self._strangers:
+            if len(self._served) >= self._max_connections:
+                self._turned_away(stream)
+                return False
+            del self._strangers[stream]
+            self._served.add(stream)
+        return True
 
     async def open(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, handshake_s: float | None = None
@@ -109,13 +124,14 @@ class FrameListener:
             await stop_listening(self._server)
         for session in list(self._sessions):
             session.drain()
-        left = [*self._served, *self._leaving]
+        left = [*self._served, *self._strangers, *self._leaving]
         await self._tasks.close(drain_s)
         for stream in left:
             stream.abort()
         for stream in left:
             await stream.wait_closed()
         self._served.clear()
+        self._strangers.clear()
         self._leaving.clear()
         # No `Server.wait_closed`: from Python 3.12 on it waits also for TLS handshakes that nobody ends.
         self._server = None
@@ -124,7 +140,14 @@ class FrameListener:
         if self._is_closing:
             self._leaving.add(stream)
             stream.abort()
-        elif len(self._served) < self._max_connections and self._tasks.start("connection", self._serve(stream)):
+        elif self._max_strangers and self._tasks.start("connection", self._serve(stream)):
+            self._strangers[stream] = None
+            if len(self._strangers) > self._max_strangers:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._turned_away(oldest)
+                oldest.abort()
+        elif not self._max_strangers and len(self._served) < self._max_connections and self._tasks.start("connection", self._serve(stream)):
             self._served.add(stream)
         else:
             self._turned_away(stream)
@@ -141,6 +164,7 @@ class FrameListener:
         finally:
             self._sessions.discard(session)
             self._served.discard(stream)
+            self._strangers.pop(stream, None)
 
     async def _turn_away(self, stream: FrameStream, goodbye: ErrorMessage) -> None:
         await say_goodbye(stream, goodbye)

@@ -130,6 +130,8 @@ class ServerLimits:
 
     Attributes:
         max_connections: Connections at once; above it a newcomer is told `busy`.
+        max_strangers: Connections that have shown neither a good token nor a good ticket yet; above it the
+            oldest of them ends. They take none of `max_connections`.
         max_handshakes: TLS handshakes underway at once; above it a newcomer's connection ends.
         max_in_flight: Requests of one connection at once; above it the connection is not read.
         max_batch: Keys in one request.
@@ -146,6 +148,7 @@ class ServerLimits:
     """
 
     max_connections: int = 256
+    max_strangers: int = 64
     max_handshakes: int = MAX_HANDSHAKES
     max_in_flight: int = 32
     max_batch: int = MAX_BATCH_KEYS

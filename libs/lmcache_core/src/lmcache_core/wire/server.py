@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from functools import partial
 
 from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.telemetry.request_context import Tracer
@@ -46,7 +47,7 @@ class LmServer:
         self._host = host
         self._wanted_port = port
         busy = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
-        self._listener = FrameListener("lm server", limits.max_connections, self._begin, self._turned_away, busy)
+        self._listener = FrameListener("lm server", limits.max_connections, self._begin, self._turned_away, busy, limits.max_strangers)
 
     @property
     def port(self) -> int:
@@ -81,8 +82,8 @@ class LmServer:
         await self._listener.close(drain_s)
 
     def _begin(self, stream: FrameStream) -> Session:
-        return Session(stream, self._service, self._tracer)
+        return Session(stream, self._service, partial(self._listener.let_in, stream), self._tracer)
 
     def _turned_away(self, stream: FrameStream) -> None:
-        message = "lm connection from %s turned away: %d connections are open"
-        self._service.log.log(logging.WARNING, message, stream.peer(), self._service.limits.max_connections)
+        message = "lm connection turned away, too many are open: client=%s num_connections=%d"
+        self._service.log.log(logging.WARNING, message, stream.peer(), self._listener.num_connections)

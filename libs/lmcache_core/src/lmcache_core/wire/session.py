@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lmcache_core.concurrency import TaskSupervisor
@@ -49,11 +49,13 @@ class Session:
     Args:
         stream: The connection.
         service: What is served.
+        let_in: Called when the client has shown a good token or ticket; False: there is no place for it.
         tracer: Traces requests; None: nobody does.
     """
 
-    def __init__(self, stream: FrameStream, service: Service, tracer: Tracer | None = None) -> None:
+    def __init__(self, stream: FrameStream, service: Service, let_in: Callable[[], bool], tracer: Tracer | None = None) -> None:
         self._stream = stream
+        self._let_in = let_in
         self._service = service
         self._served = service.store
         self._contexts = Contexts(stream, service.limits, tracer)
@@ -79,6 +81,8 @@ class Session:
             await self._greet()
             await self._serve()
             await self._requests.close(self._limits.transfer_timeout_s)
+        except CapacityError as exc:
+            await say_goodbye(self._stream, error_message(exc))
         except (ProtocolError, AuthenticationError) as exc:
             self._service.log.log(logging.INFO, "lm connection from %s refused: %s", self._stream.peer(), exc)
             await say_goodbye(self._stream, error_message(exc))
@@ -112,6 +116,7 @@ class Session:
         self._client = hello.client
         try:
             caller = self._service.authenticate(hello.token)
+            self._require_place()
             self._caller, self._tenant = caller, caller.tenant
             self._let_hand_over(caller, hello.capabilities)
             self._token = hello.token
@@ -121,6 +126,10 @@ class Session:
                 raise
         agreed = self._adapt(hello.capabilities)
         await self._send(header.correlation_id, messages.HelloOk(version, agreed, self._service.name, self._limits.max_batch))
+
+    def _require_place(self) -> None:
+        if not self._let_in():
+            raise CapacityError("too many connections")
 
     def _adapt(self, capabilities: Sequence[str]) -> list[str]:
         """Serve from now on what the client can take; its capabilities that matter here."""
@@ -297,7 +306,11 @@ class Session:
 
     def _tenant_for(self, message: Message) -> str:
         """In whose namespace the request is served. A ticket counts where the connection has no token, and for GET alone."""
-        tenant = self._tenant if self._tenant is not None else _tenant_by_ticket(self._service.verify_ticket, self._client, message)
+        if self._tenant is None:
+            tenant = _tenant_by_ticket(self._service.verify_ticket, self._client, message)
+            self._require_place()
+        else:
+            tenant = self._tenant
         if self._limits.admit is not None:
             self._limits.admit(tenant)
         return tenant
