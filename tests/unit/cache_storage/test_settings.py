@@ -157,3 +157,32 @@ def test_the_settings_can_be_shown_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(render_settings(settings))
     assert load_settings(StorageSettings, path, environ={}) == settings
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"port": 18999, "lm_port": 18999}, r"lm_port=18999 is the value of port too"),
+        ({"lm_port": 1234, "lmcache_compat_port": 1234, "lmcache_compat_tenant": "a"}, r"lmcache_compat_port=1234 .*lm_port"),
+        ({"health_port": 8080}, r"health_port=8080 is the value of port too"),
+        ({"health_port": 8080, "health_host": "0.0.0.0"}, r"health_port=8080"),
+        ({"lookup_url": "localhost:8081"}, r"lookup_url=.*http://host:port"),
+        ({"broker_url": "lm://broker:8082"}, r"broker_url=.*http://host:port"),
+    ],
+)
+def test_what_could_not_start_is_told_by_its_option(options: dict[str, Any], told: str) -> None:
+    environ = {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in options.items()}
+    with pytest.raises(ConfigError, match=told):
+        load_settings(StorageSettings, None, environ)
+
+
+def test_a_password_in_a_url_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(StorageSettings, None, {"LMCACHE_STORAGE_LOOKUP_URL": "http://me:hunter2@lookup:8081"})
+    assert "lookup_url=" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"port": 0, "lm_port": 0}, {"port": 1234, "lm_port": 1234, "lm_host": "127.0.0.2"}])
+def test_free_ports_and_other_addresses_may_be_the_same(options: dict[str, Any]) -> None:
+    StorageSettings(**options)

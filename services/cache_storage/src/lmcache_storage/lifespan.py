@@ -27,6 +27,7 @@ from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.audit import handover_audit
 from lmcache_servicekit.collectors import CounterCollector, TierCollector
+from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.state import ServiceState, service_state
 
@@ -103,7 +104,8 @@ class _Opening:
             limits=limits,
             name=settings.instance_id,
         )
-        await lm_server.open(self._state.tls, self._state.tracer)
+        with naming_listener("lm_host", settings.lm_host, "lm_port", settings.lm_port):
+            await lm_server.open(self._state.tls, self._state.tracer)
         self._exits.push_async_callback(lm_server.close, float(settings.shutdown_grace_s))
         self._state.ports["lm_port"] = lm_server.port
         await self._open_compat(store, counters)
@@ -170,7 +172,9 @@ class _Opening:
     async def _open_compat(self, store: ServedStore, counters: Counters) -> None:
         server = create_compat_server(self._settings, store, counters)
         if server is not None:
-            await server.open()
+            host, port = self._settings.lmcache_compat_host, self._settings.lmcache_compat_port or 0
+            with naming_listener("lmcache_compat_host", host, "lmcache_compat_port", port):
+                await server.open()
             self._exits.push_async_callback(server.close, float(self._settings.shutdown_grace_s))
             self._state.ports["lmcache_compat_port"] = server.port
 

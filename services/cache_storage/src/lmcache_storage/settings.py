@@ -11,7 +11,7 @@ from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
 from lmcache_core.storage.remote.addresses import hosts_of
 from lmcache_servicekit.settings import Port, is_loopback
-from lmcache_servicekit.tier_settings import BYTES_PER_GB
+from lmcache_servicekit.tier_settings import BYTES_PER_GB, ServiceUrl
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -64,8 +64,8 @@ class StorageSettings(S3Settings):
     lmcache_compat_dialect: Literal["v0.2", "v0.3+"] = "v0.3+"
     lmcache_compat_tenant: str | None = None
     lmcache_compat_max_connections: int = Field(default=64, ge=1, le=65536)
-    lookup_url: str | None = None
-    broker_url: str | None = None
+    lookup_url: ServiceUrl | None = None
+    broker_url: ServiceUrl | None = None
     advertise_url: str | None = None
     replicas_url: str | None = None
     rebalance: bool = True
@@ -130,6 +130,11 @@ class StorageSettings(S3Settings):
                 f"broker_url is set and lm_host={self.lm_host!r} is no address that others can reach: set advertise_url=lm://host:port"
             )
         return self
+
+    def listeners(self) -> dict[str, tuple[str, int]]:
+        """See `ServiceSettings.listeners`."""
+        compat = self._optional("lmcache_compat_port", self.lmcache_compat_host, self.lmcache_compat_port)
+        return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)} | compat
 
     @model_validator(mode="after")
     def _check_compat(self) -> StorageSettings:

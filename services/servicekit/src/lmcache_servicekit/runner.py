@@ -21,6 +21,7 @@ from lmcache_core.security.handshakes import BoundedContext
 from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
+from lmcache_servicekit.listening import CannotListenError
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.settings import ServiceSettings, env_prefix, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state
@@ -103,13 +104,13 @@ class Address:
     def __init__(self, name: str, settings: ServiceSettings, listener: socket.socket, port_file: Path | None) -> None:
         self.settings = settings
         self.listener = listener
-        self._name = name
+        self.name = name
         self._port_file = port_file
 
     def announce(self, more: Mapping[str, int], workers: str = "") -> None:
         """Tell that the service listens, and on which other ports."""
         number = self.listener.getsockname()[1]
-        logger.info("%s %s listens on %s port %d%s", self._name, version_of(self._name), self.settings.host, number, workers)
+        logger.info("%s %s listens on %s port %d%s", self.name, version_of(self.name), self.settings.host, number, workers)
         if self._port_file is not None:
             _write_port_file(self._port_file, {"port": number, **more})
 
@@ -144,7 +145,9 @@ class _Start:
             if message["type"] == "lifespan.startup.failed":
                 self.failure = sys.exc_info()[1]
                 if isinstance(self.failure, LMCacheError):
-                    message = {**message, "message": str(self.failure)}
+                    # It is told as what is wrong with the settings is: uvicorn's own lines would only hide it.
+                    logging.getLogger("uvicorn.error").disabled = True
+                    message = {**message, "message": ""}
             await send(message)
 
         await self.app(scope, receive, send_short if scope["type"] == "lifespan" else send)
@@ -200,10 +203,15 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     try:
         _Server(config, announce, service_state(app)).run(sockets=[address.listener])
     except SystemExit:
+        if isinstance(start.failure, LMCacheError):
+            _complain(address.name, str(start.failure))
+        if isinstance(start.failure, CannotListenError):
+            return EXIT_CANNOT_LISTEN
         if not isinstance(start.failure, ConfigError):
             raise
         return EXIT_BAD_CONFIG
     finally:
+        logging.getLogger("uvicorn.error").disabled = False
         address.retract()
     return 0
 

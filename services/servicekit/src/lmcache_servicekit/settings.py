@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +109,23 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_key_file or tls_client_ca_file is set, but tls_cert_file is not: set it, or leave them out")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_shared_ports(self) -> ServiceSettings:
+        taken: dict[str, tuple[str, int]] = {}
+        for option, (host, port) in self.listeners().items():
+            for other, (other_host, other_port) in taken.items():
+                if port and port == other_port and _overlap(host, other_host):
+                    raise ValueError(f"{option}={port} is the value of {other} too: give each a port of its own")
+            taken[option] = (host, port)
+        return self
+
+    def listeners(self) -> dict[str, tuple[str, int]]:
+        """Host and port of everything that is listened on, by the name of the port's option."""
+        return {"port": (self.host, self.port)} | self._optional("health_port", self.health_host, self.health_port)
+
+    def _optional(self, option: str, host: str, port: int | None) -> dict[str, tuple[str, int]]:
+        return {} if port is None else {option: (host, port)}
+
     def refuse_plaintext(self, option: str, host: str) -> None:
         """For each address that callers show tokens at.
 
@@ -132,6 +150,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _overlap(host: str, other: str) -> bool:
+    """Whether two listeners of one port cannot be at these hosts."""
+    wild = ("", "0.0.0.0", "::")  # noqa: S104 (compared, not listened on)
+    return host == other or host in wild or other in wild or (is_loopback(host) and is_loopback(other) and "localhost" in (host, other))
 
 
 def load_settings(settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> S:
@@ -205,6 +229,11 @@ def _refuse_unknown(settings_cls: type[ServiceSettings], values: Mapping[str, An
         raise ConfigError("\n".join(lines))
 
 
+def _without_credentials(text: str) -> str:
+    """That text; what may be a password in a URL is masked."""
+    return re.sub(r"://[^/'\"]*@", f"://{MASK}@", text)
+
+
 def _nearest(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
@@ -220,5 +249,5 @@ def _explain(settings_cls: type[ServiceSettings], error: ErrorDetails, origins: 
     if error["type"] == "missing":
         return f"{'.'.join(location)}: required; set it in the config file or the environment"
     field = settings_cls.model_fields.get(location[0])
-    shown = MASK if field is None or is_secret(field.annotation) else repr(error["input"])[:MAX_SHOWN_CHARS]
+    shown = MASK if field is None or is_secret(field.annotation) else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
     return f"{'.'.join(location)}={shown} ({source}): {message}"

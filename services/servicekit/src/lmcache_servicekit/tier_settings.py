@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import is_encrypted
 from lmcache_core.security import validate_tenant
 from lmcache_core.storage.eviction import DEFAULT_POLICY, TenantQuotas, TierLimits
+from lmcache_core.wire.json_http import check_base_url
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_servicekit.settings import ServiceSettings
@@ -17,6 +19,17 @@ BYTES_PER_GB = 1 << 30
 MAX_GB = 1 << 20
 MAX_TTL_S = 10 * 365 * 86400
 
+
+def _check_service_url(value: str) -> str:
+    try:
+        check_base_url("its URL", value)
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from None
+    return value
+
+
+ServiceUrl = Annotated[str, AfterValidator(_check_service_url)]
+"""Where another service is: `http://host:port` or `https://host:port`."""
 QuotaGb = Annotated[float, Field(gt=0, le=MAX_GB)]
 
 

@@ -23,13 +23,14 @@ from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.encoding_store import EncodingStore
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.hot import RECEIVING_SHARE, LocalCPUBackend
 from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import Authenticate, LmServer, ServerLimits
 from lmcache_servicekit.collectors import CodecErrorCollector, CounterCollector, TierCollector
+from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.outgoing import client_tls, shown_token
 from lmcache_servicekit.secret_file import read_secret_file
 from lmcache_servicekit.state import ServiceState, service_state
@@ -214,9 +215,10 @@ class _Opening:
             host=settings.lm_host,
             port=settings.lm_port,
             verify_ticket=verifier,
-            limits=ServerLimits(admit=self._state.admit),
+            limits=ServerLimits(admit=self._state.admit, max_blob_bytes=parts.stack.hot.stats()["capacity_bytes"] // RECEIVING_SHARE),
         )
-        await server.open(self._state.tls, self._state.tracer)
+        with naming_listener("lm_host", settings.lm_host, "lm_port", settings.lm_port):
+            await server.open(self._state.tls, self._state.tracer)
         self._exits.push_async_callback(server.close)
         self._state.ports["lm_port"] = server.port
         parts.distributed_url = settings.distributed_url or distributed_url_of(settings.lm_host, server.port, self._state.tls is not None)

@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal
 
 from lmcache_core.config import DISK_SERDES
 from lmcache_core.config.options import did_you_mean
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.security import validate_tenant
+from lmcache_core.storage.remote import check_remote_scheme
+from lmcache_core.storage.remote.addresses import hosts_of
 from lmcache_servicekit.settings import Port, is_loopback
-from lmcache_servicekit.tier_settings import TierSettings
+from lmcache_servicekit.tier_settings import ServiceUrl, TierSettings
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -107,8 +110,8 @@ class SidecarSettings(TierSettings):
     remote_serde: Serde = "naive"
     disk_serde: Serde = "naive"
     peer_serde: Serde = "naive"
-    lookup_url: str | None = None
-    broker_url: str | None = None
+    lookup_url: ServiceUrl | None = None
+    broker_url: ServiceUrl | None = None
     lm_host: str = "127.0.0.1"
     lm_port: Port = 65433
     distributed_url: str | None = None
@@ -134,6 +137,22 @@ class SidecarSettings(TierSettings):
     @classmethod
     def _check_tenant(cls, value: str) -> str:
         return validate_tenant(value)
+
+    @field_validator("remote_url")
+    @classmethod
+    def _check_remote_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                check_remote_scheme(value)
+                if value.startswith(("lm://", "lm+tls://")):
+                    hosts_of(value)
+            except ConfigError as exc:
+                raise ValueError(str(exc)) from None
+        return value
+
+    def listeners(self) -> dict[str, tuple[str, int]]:
+        """See `ServiceSettings.listeners`."""
+        return super().listeners() | {"lm_port": (self.lm_host, self.lm_port)}
 
     @field_validator("distributed_url")
     @classmethod

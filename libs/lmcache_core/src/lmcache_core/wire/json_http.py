@@ -79,7 +79,7 @@ class JsonHttpClient:
             raise ConfigError(
                 f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
             )
-        self._name = f"{service} {_check_base_url(service, base_url)}"
+        self._name = f"{service} {check_base_url(service, base_url)}"
         self._base_url = base_url.rstrip("/")
         self._token = token
         self._timeout_s = timeout_s
@@ -216,7 +216,7 @@ def _whose() -> dict[str, str]:
     return {} if own is None else own.headers()
 
 
-def _check_base_url(service: str, base_url: str) -> str:
+def check_base_url(service: str, base_url: str) -> str:
     """`base_url` itself. Errors do not repeat it: what is wrong with it may be a password."""
     try:
         url = httpx.URL(base_url)

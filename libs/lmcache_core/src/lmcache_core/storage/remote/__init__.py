@@ -15,7 +15,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
-__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "Locate", "RemoteOptions", "create_remote_backend"]
+__all__ = ["DEFAULT_TIMEOUT_S", "REMOTE_TIER", "Locate", "RemoteOptions", "check_remote_scheme", "create_remote_backend"]
 
 _MODULES = MappingProxyType(
     {
@@ -56,15 +56,25 @@ def create_remote_backend(
     Raises:
         ConfigError: The URL is not one of these, or its client library is not installed.
     """
-    scheme = urlsplit(url).scheme
-    if scheme not in _MODULES:
-        raise ConfigError(f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}")
+    scheme = check_remote_scheme(url)
     try:
         module = importlib.import_module(_MODULES[scheme])
     except ModuleNotFoundError as exc:
         raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
     backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls))
     return backend
+
+
+def check_remote_scheme(url: str) -> str:
+    """The scheme of a remote tier's URL.
+
+    Raises:
+        ConfigError: There is no tier for it.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in _MODULES:
+        raise ConfigError(f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(_MODULES)}")
+    return scheme
 
 
 def mask_url(url: str) -> str:
