@@ -259,3 +259,23 @@ async def test_the_documented_surface_is_there(rest: httpx.AsyncClient) -> None:
         ("POST", "/v1/transfers:done"),
         ("GET", "/v1/stats"),
     }
+
+
+@pytest.mark.parametrize(
+    ("caller", "host", "status"),
+    [
+        ("10.0.0.9", "127.0.0.1", 400),
+        ("10.0.0.9", "localhost", 400),
+        ("10.0.0.9", "[::1]", 400),
+        ("10.0.0.9", "10.0.0.9", 200),
+        ("10.0.0.9", "sidecar.example", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("::1", "localhost", 200),
+    ],
+)
+async def test_a_peer_elsewhere_is_not_at_the_loopback_address(caller: str, host: str, status: int) -> None:
+    app = create_app(BrokerSettings(ticket_keys=SecretStr(f"k1:{KEY}")))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(caller, 1234))
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as rest:
+        answer = await rest.put("/v1/peers/a", json={"incarnation": 1, "distributed_url": f"lm://{host}:65433"})
+        assert answer.status_code == status, answer.text

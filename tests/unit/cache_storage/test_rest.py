@@ -258,3 +258,10 @@ async def test_a_disk_that_fails_degrades_and_heals(tmp_path: Path, monkeypatch:
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
         monkeypatch.undo()
         assert (await rest.get("/readyz")).json()["status"] == "ok"
+
+
+async def test_a_key_that_is_asked_for_many_times_is_answered_once(rest: httpx.AsyncClient) -> None:
+    record = make_record("a")
+    assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
+    got = await rest.post("/v1/chunks:get", json={"keys": [A] * 4096})
+    assert got.content == record

@@ -12,6 +12,8 @@ MAX_DISTRIBUTED_URL_CHARS: Final = 300
 _URL = re.compile(r"lm(?:\+tls)?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})")
 
 
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+_NOWHERE: Final = frozenset({ipaddress.ip_address("255.255.255.255")})
 _ENCRYPTED: Final = "lm+tls://"
 
 
@@ -31,7 +33,8 @@ def parse_distributed_url(url: str) -> DistributedUrl:
     """Read `lm://host:port`, `lm://[v6]:port`, or the same with `lm+tls`; see `is_encrypted`.
 
     Raises:
-        ValueError: It has another form, or names the unspecified address, on which nobody can be reached.
+        ValueError: It has another form, or names an address where no other pod can be: the unspecified one, a
+            multicast or link-local one (where clouds keep their credentials), or one in a spelling of its own.
     """
     match = _URL.fullmatch(url) if len(url) <= MAX_DISTRIBUTED_URL_CHARS else None
     if match is None:
@@ -40,8 +43,13 @@ def parse_distributed_url(url: str) -> DistributedUrl:
     if port > 65535:
         raise ValueError("a distributed URL's port is at most 65535")
     address = _address(host, must_be_one=match["host"].startswith("["))
-    if address is not None and address.is_unspecified:
-        raise ValueError("a distributed URL names an address that others can reach, not the unspecified one")
+    if address is None and _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None:
+        # The system's resolver takes 0, 127.1 or 0x7f000001 for addresses too.
+        raise ValueError("a distributed URL's IPv4 address is four decimal numbers")
+    if address is not None and address.version == 6 and address.ipv4_mapped is not None:
+        raise ValueError("a distributed URL's IPv4 address is written as such, not within an IPv6 address")
+    if address is not None and (address.is_unspecified or address.is_multicast or address.is_link_local or address in _NOWHERE):
+        raise ValueError("a distributed URL names an address that others can reach: no unspecified, multicast or link-local one")
     return DistributedUrl(host, port)
 
 
