@@ -149,7 +149,9 @@ class Cluster:
 
     def unready(self) -> list[str]:
         """Services that do not say that they are ready, and sidecars that lookup and broker do not know."""
-        names = [name for name in SERVICES if self.get(name, "/readyz") is None]
+        ready = {name: self.get(name, "/readyz") for name in SERVICES}
+        # Lookups answer without their index, but then they know nothing.
+        names = [name for name, it in ready.items() if it is None or (name.startswith("lookup") and it["status"] != "ok")]
         return names + [name for name in SIDECARS if name not in names and not (self.get(name, "/v1/status") or {}).get("registered")]
 
     def until_ready(self, timeout_s: float) -> float:

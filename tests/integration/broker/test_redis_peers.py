@@ -242,3 +242,17 @@ def test_urls_that_cannot_be_read(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url cannot be read") as failure:
         RedisPeers(RedisTarget.read(url), 1.0)
     assert "secret" not in str(failure.value)
+
+
+async def test_a_redis_that_is_full_is_still_read() -> None:
+    with running_redis() as server, server.client() as raw:
+        broker = RedisPeers(RedisTarget.read(server.url), 5.0)
+        await broker.announce([shared()])
+        raw.config_set("maxmemory", "1")
+        with pytest.raises(UnavailableError, match=f"redis at 127.0.0.1:{server.port} is full"):
+            await broker.announce([shared("b")])
+        assert await names(broker) == ["a"]
+        raw.config_set("maxmemory", "0")
+        await broker.announce([shared("b")])
+        assert await names(broker) == ["b"]
+        await broker.close()

@@ -194,6 +194,7 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
             async with httpx.AsyncClient(base_url=processes[1].url) as rest:
                 readiness = await rest.get("/readyz")
                 assert (readiness.status_code, readiness.json()["status"]) == (200, "degraded")
+                assert f"redis at 127.0.0.1:{redis_server.port}" in readiness.json()["checks"]["redis"]["detail"]
                 assert "lmcache_broker_is_shared 0.0" in (await rest.get("/metrics")).text
                 assert not (await rest.get("/v1/stats")).json()["is_shared"]
         finally:

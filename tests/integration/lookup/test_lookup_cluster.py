@@ -41,7 +41,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
 
 async def is_ready(service: ServiceProcess) -> bool:
     async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=10) as plain:
-        return (await plain.get("/readyz")).status_code == 200
+        return (await plain.get("/readyz")).json()["status"] == "ok"
 
 
 async def all_are_held(client: LookupClient) -> bool:

@@ -156,6 +156,45 @@ async def _prefix_is(client: LookupClient, expected: list[list[str]], *chunk_ids
         return False
 
 
+async def _says(service: ServiceProcess, text: str) -> bool:
+    return text in service.output
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: str) -> None:
+    """Also by those whose lease is renewed meanwhile: a full one still takes that."""
+    with running_redis() as server, server.client() as raw:
+        environ = SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}
+        with running_service("lmcache_lookup", tmp_path, environ) as service:
+            async with client_of(service) as client:
+                await client.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=2_000 if kind == "full" else 60_000)
+                first = [StoreEvent("store", A.hex(), "hot", 1)]
+                await client.send_events("one", incarnation=1, first_sequence=0, events=first)
+                assert await prefix(client, A) == [["one"]]
+                if kind == "full":
+                    raw.config_set("maxmemory", "1")
+                else:
+                    raw.replicaof("127.0.0.1", "1")
+                    raw.config_set("replica-serve-stale-data", "yes")
+                events = [StoreEvent("store", B.hex(), "hot", 1)]
+                for _ in range(12):
+                    with pytest.raises(UnavailableError, match="status 503"):
+                        await client.send_events("one", incarnation=1, first_sequence=1, events=events)
+                    if kind == "full":
+                        await client.renew_instance("one", incarnation=1, kind="sidecar", ttl_ms=2_000)
+                    assert not (await client.lookup([A])).degraded
+                    assert await prefix(client, A) == [["one"]]
+                    await asyncio.sleep(0.25 if kind == "full" else 0)
+                ready = get(service, "/readyz")
+                assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+                assert ("is full" if kind == "full" else "is read-only") in ready.json()["checks"]["index"]["detail"]
+                raw.config_set("maxmemory", "0")
+                raw.replicaof("NO", "ONE")
+                await client.send_events("one", incarnation=1, first_sequence=1, events=events)
+                assert await prefix(client, A, B) == [["one"], ["one"]]
+                assert get(service, "/readyz").json()["status"] == "ok"
+
+
 async def test_redis_killed_and_back(tmp_path: Path) -> None:
     """Answers keep coming, `/readyz` says what is wrong, events wait; when Redis is back, empty, the instance announces itself again."""
     with running_redis() as server:
@@ -169,7 +208,8 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                     assert (answer.num_prefix, answer.degraded) == (0, True)
                 assert (await client.route([A])).degraded
                 ready = get(service, "/readyz")
-                assert (ready.status_code, ready.json()["checks"]["index"]["ok"]) == (503, False)
+                assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), "the answers above are quick"
+                assert f"127.0.0.1:{server.port}" in ready.json()["checks"]["index"]["detail"]
                 assert get(service, "/healthz").status_code == 200
                 assert get(service, "/v1/stats").json() == {"index": "redis", "degraded": True, "num_chunks": None, "num_instances": None}
                 with pytest.raises(UnavailableError, match="status 503"):
@@ -178,7 +218,7 @@ async def test_redis_killed_and_back(tmp_path: Path) -> None:
                 instance.reporter.stored(B, "hot", 7)
                 server.start()
                 await eventually(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
-                assert get(service, "/readyz").status_code == 200
+                assert get(service, "/readyz").json()["status"] == "ok"
             assert "redis://" not in service.output
 
 
@@ -223,11 +263,14 @@ async def test_two_replicas_share_redis(tmp_path: Path, server: RedisServer) -> 
 async def test_it_starts_without_redis_and_waits_for_it(tmp_path: Path) -> None:
     server = RedisServer()
     with running_service("lmcache_lookup", tmp_path, SETTINGS | {"LMCACHE_LOOKUP_REDIS_URL": server.url}) as service:
-        assert get(service, "/readyz").status_code == 503
+        away = f"dependency unavailable: check=index error=redis at 127.0.0.1:{server.port} cannot be reached"
+        await eventually(lambda: _says(service, away))
+        assert get(service, "/readyz").json()["status"] == "degraded"
         server.start()
         try:
             async with client_of(service) as client, reporting(client, "one", A):
                 assert await prefix(client, A) == [["one"]]
+                await eventually(lambda: _says(service, "dependency available again: check=index"))
         finally:
             server.kill()
 

@@ -9,6 +9,7 @@ import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
 from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
+from lmcache_lookup.index.base import RefusedError
 from lmcache_lookup.index.embedded import SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
@@ -83,6 +84,20 @@ def test_addresses_in_redis_urls() -> None:
     sentinels = read_redis_url("rediss-sentinel://a,b:3/main")
     assert (sentinels.addresses, sentinels.service, sentinels.is_cluster) == ((("a", 26379), ("b", 3)), "main", False)
     assert "hunter2" not in repr(read_redis_url("redis://:hunter2@h"))
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("redis://u:hunter2@h/3", "redis at h:6379"),
+        ("rediss://:hunter2@[::1]:1", "redis at [::1]:1"),
+        ("unix://u:hunter2@/tmp/s", "redis at /tmp/s"),
+        ("redis-sentinel://u:hunter2@a:1,b/main", "redis main of the sentinels a:1, b:26379"),
+        ("rediss-cluster://u:hunter2@a:1,b", "redis cluster at a:1, b:6379"),
+    ],
+)
+def test_where_redis_is_for_people(url: str, where: str) -> None:
+    assert read_redis_url(url).where == where
 
 
 def test_contradicting_ttls_are_refused() -> None:
@@ -175,6 +190,26 @@ async def test_a_claim_of_another_replica_does_not_open_the_breaker() -> None:
         with pytest.raises(ClaimedElsewhereError):
             await guarded.apply("t", EventBatch("a", 1, 0, []))
     assert await guarded.holders("t", [b"x"]) == [[]]
+
+
+async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
+    clock = FakeClock()
+    index = AwayIndex()
+    guarded = GuardedIndex(index, clock=clock)
+    index.here = index.is_full = True
+    for _ in range(2 * FAILURES_BEFORE_PAUSE):
+        with pytest.raises(RefusedError):
+            await guarded.apply("t", EventBatch("a", 1, 0, []))
+    assert await guarded.holders("t", [b"x"]) == [[]]
+    with pytest.raises(RefusedError, match="full"):
+        await guarded.ping()
+    clock.now_s += 61
+    await guarded.ping()
+    with pytest.raises(RefusedError):
+        await guarded.apply("t", EventBatch("a", 1, 0, []))
+    index.is_full = False
+    await guarded.apply("t", EventBatch("a", 1, 0, []))
+    await guarded.ping()
 
 
 def test_the_breaker_guards_every_method() -> None:

@@ -195,7 +195,8 @@ async def test_without_the_index_questions_are_answered_and_writes_refused() -> 
             assert (response.status_code, response.json()["type"]) == (503, "urn:lmcache:problem:unavailable")
             assert "away" not in response.text
         ready = await client.get("/readyz")
-        assert (ready.status_code, ready.json()["checks"]["index"]["ok"]) == (503, False)
+        assert (ready.status_code, ready.json()["checks"]["index"]["ok"]) == (200, False)
+        assert ready.json()["status"] == "degraded"
         assert (await client.get("/healthz")).status_code == 200
         metrics = (await client.get("/metrics")).text
         assert "lmcache_lookup_degraded_answers_total 2.0" in metrics

@@ -64,6 +64,22 @@ async def test_only_our_own_errors_are_quoted() -> None:
     assert (checks["ours"].detail, checks["theirs"].detail) == ("redis: no answer", "OSError")
 
 
+async def test_what_does_not_answer_is_named_and_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    registry = HealthRegistry()
+    registry.add("index", slow, timeout_s=0.01, where="redis at h:1")
+    registry.add("fine", fine)
+    for _ in range(2):
+        assert (await registry.run()).checks["index"].detail == "redis at h:1: no answer within 0.01 s"
+    registry.add("index", fine)
+    for _ in range(2):
+        await registry.run()
+    assert caplog.messages == [
+        "dependency unavailable: check=index error=redis at h:1: no answer within 0.01 s",
+        "dependency available again: check=index",
+    ]
+
+
 async def test_routes() -> None:
     app = create_app(SampleSettings())
     async with asgi_client(app) as client:

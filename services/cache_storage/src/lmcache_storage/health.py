@@ -67,4 +67,4 @@ def _add_bucket_check(health: HealthRegistry, bucket: S3Backend) -> None:
             raise UnavailableError("the bucket does not take writes; new chunks are kept in memory and on disk only")
         return "answers"
 
-    health.add("s3", answers, required=False)
+    health.add("s3", answers, required=False, where=bucket.where)

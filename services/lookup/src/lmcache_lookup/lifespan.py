@@ -31,7 +31,9 @@ def lifespan_of(settings: LookupSettings, index: LookupIndex) -> Callable[[FastA
             await index.ping()
             return index.name
 
-        state.health.add("index", probe, timeout_s=settings.redis_write_timeout_ms / 1000)
+        # Without the index the answers are `degraded`, which is quicker for callers than no service at all.
+        timeout_s = settings.redis_write_timeout_ms / 1000
+        state.health.add("index", probe, timeout_s=timeout_s, required=False, where=index.where)
         supervisor = TaskSupervisor("lookup")
         await index.open()
         try:

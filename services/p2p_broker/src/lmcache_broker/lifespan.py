@@ -35,9 +35,10 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if settings.ticket_keys is None and settings.ticket_keys_file is None:
             logger.warning("no ticket keys are set: peers that check tickets will refuse those of this broker")
+        shared = create_shared_peers(settings)
         registry = PeerRegistry(
             PeerDirectory(PeerLimits(settings.max_peers, settings.max_peers_per_tenant, settings.max_lease_ttl_ms)),
-            create_shared_peers(settings),
+            shared,
         )
         signer = TicketSigner(ticket_keys)
         transfers = TransferService(registry, signer, TransferLimits(settings.max_pulls_per_peer, settings.ticket_ttl_ms))
@@ -49,7 +50,9 @@ def create_lifespan(settings: BrokerSettings, ticket_keys: TicketKeys) -> Callab
         app.state.broker = BrokerParts(settings, registry, desk, hot, overview)
         tasks = TaskSupervisor("broker")
         if settings.redis_url is not None:
-            state.health.add("redis", registry.ping, timeout_s=settings.redis_timeout_ms / 1000, required=False)
+            assert shared is not None
+            timeout_s = settings.redis_timeout_ms / 1000
+            state.health.add("redis", registry.ping, timeout_s=timeout_s, required=False, where=shared.where)
         discovering = await create_discovery(settings, registry)
         state.registry.register(DiscoveryCollector(discovering))
         await desk.open()

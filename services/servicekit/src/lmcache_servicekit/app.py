@@ -29,6 +29,7 @@ from lmcache_servicekit.version import version_of
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 TOKEN_RELOAD_INTERVAL_S: Final = 1.0
+HEALTH_LOOK_S: Final = 3.0
 
 _PROBLEM_SCHEMA: Final = {
     "title": "Problem",
@@ -181,6 +182,12 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
             await asyncio.to_thread(tokens.reload_if_changed)
 
         supervisor = TaskSupervisor("servicekit")
+
+        async def look() -> None:
+            """Tell in the log what is away, and back, also where no kubelet asks."""
+            await asyncio.sleep(HEALTH_LOOK_S)
+            await state.health.run()
+
         if not tokens.is_anonymous:
             supervisor.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
         try:
@@ -188,6 +195,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
                 if state.siblings is not None:
                     await state.siblings.open()
                     more.push_async_callback(state.siblings.close)
+                supervisor.repeat("health", look, 0.0)
                 yield
         finally:
             await supervisor.close()

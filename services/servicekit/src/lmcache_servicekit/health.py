@@ -30,12 +30,14 @@ class HealthCheck:
         probe: Asks the dependency; is cancelled at its time limit.
         timeout_s: The time limit.
         required: Whether the service cannot do its work without it. A failed optional check only marks the answer `degraded`.
+        where: What does not answer when the time is over, with its host; never credentials.
     """
 
     name: str
     probe: Probe
     timeout_s: float = 1.0
     required: bool = True
+    where: str | None = None
 
 
 class CheckReport(BaseModel):
@@ -64,21 +66,32 @@ class HealthRegistry:
     """The checks of one service; a lifespan adds them while it opens what they probe."""
 
     _checks: dict[str, HealthCheck] = field(default_factory=dict)
+    _failing: set[str] = field(default_factory=set)
 
-    def add(self, name: str, probe: Probe, *, timeout_s: float = 1.0, required: bool = True) -> None:
+    def add(self, name: str, probe: Probe, *, timeout_s: float = 1.0, required: bool = True, where: str | None = None) -> None:
         """Register a dependency; a second one of the same name replaces the first."""
         assert name in self._checks or len(self._checks) < MAX_CHECKS, "too many health checks"
-        self._checks[name] = HealthCheck(name, probe, timeout_s, required)
+        self._checks[name] = HealthCheck(name, probe, timeout_s, required, where)
 
     async def run(self) -> HealthReport:
         """Ask all dependencies at once; takes as long as the slowest of them or its time limit."""
         checks = list(self._checks.values())
         reports = await asyncio.gather(*(_run_check(check) for check in checks))
+        for check, report in zip(checks, reports, strict=True):
+            self._log_change(check.name, report)
         failed = [check for check, report in zip(checks, reports, strict=True) if not report.ok]
         status: Literal["ok", "degraded", "unready"] = "ok"
         if failed:
             status = "unready" if any(check.required for check in failed) else "degraded"
         return HealthReport(status=status, checks={check.name: report for check, report in zip(checks, reports, strict=True)})
+
+    def _log_change(self, name: str, report: CheckReport) -> None:
+        if report.ok and name in self._failing:
+            self._failing.discard(name)
+            logger.info("dependency available again: check=%s", name)
+        elif not report.ok and name not in self._failing:
+            self._failing.add(name)
+            logger.warning("dependency unavailable: check=%s error=%s", name, report.detail)
 
 
 def create_health_router(registry: HealthRegistry) -> APIRouter:
@@ -105,8 +118,7 @@ async def _run_check(check: HealthCheck) -> CheckReport:
     latency_ms = round((time.perf_counter() - started) * 1000, 3)
     if isinstance(outcome, str):
         return CheckReport(ok=True, detail=outcome, latency_ms=latency_ms)
-    logger.warning("readiness check %s failed: %r", check.name, outcome)
-    return CheckReport(ok=False, detail=_describe(outcome, check.timeout_s), latency_ms=latency_ms)
+    return CheckReport(ok=False, detail=_describe(outcome, check), latency_ms=latency_ms)
 
 
 async def _probe_in_time(check: HealthCheck) -> str:
@@ -114,8 +126,9 @@ async def _probe_in_time(check: HealthCheck) -> str:
         return await check.probe()
 
 
-def _describe(error: BaseException, timeout_s: float) -> str:
+def _describe(error: BaseException, check: HealthCheck) -> str:
     """Our own errors' texts are fit to be shown; a library's may hold an address with credentials."""
-    if isinstance(error, TimeoutError):
-        return f"no answer within {timeout_s:g} s"
-    return str(error) if isinstance(error, LMCacheError) else type(error).__name__
+    if isinstance(error, LMCacheError):
+        return str(error)
+    text = f"no answer within {check.timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+    return f"{check.where}: {text}" if check.where else text

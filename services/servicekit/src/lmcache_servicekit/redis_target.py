@@ -15,6 +15,7 @@ from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from lmcache_servicekit.sentinel_login import SentinelLogin
 
@@ -105,6 +106,17 @@ class RedisTarget:
     login: SentinelLogin | None = None
 
     @property
+    def where(self) -> str:
+        """Which Redis it is, for people: hosts and ports, never credentials."""
+        if self.scheme == "unix":
+            return f"redis at {urlsplit(self.url).path}"
+        addresses = self.addresses or (_address_of(urlsplit(self.url).netloc.rpartition("@")[2], DEFAULT_PORT),)
+        hosts = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
+        if self.scheme in SENTINEL_SCHEMES:
+            return f"redis {self.service} of the sentinels {hosts}"
+        return f"redis {'cluster ' if self.is_cluster else ''}at {hosts}"
+
+    @property
     def is_cluster(self) -> bool:
         """Whether it is a Redis Cluster."""
         return self.scheme in CLUSTER_SCHEMES
@@ -189,6 +201,27 @@ class RedisTarget:
     def _tls(self, connection_class: type[TlsConnection]) -> dict[str, Any]:
         """Arguments for connections, where the scheme is one with TLS."""
         return {"connection_class": connection_class, "tls": client_context(self.tls)} if self.scheme in TLS_SCHEMES else {}
+
+
+def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
+    """A sentence about a failed call, without the error's own text, which may hold credentials.
+
+    Args:
+        where: See `RedisTarget.where`.
+        error: What redis-py or the sockets below it raised.
+        timeout_s: Limit on the call.
+    """
+    if isinstance(error, TimeoutError):  # a ResponseError's text is looked at, not shown
+        return f"{where} does not answer within {timeout_s:g} s"
+    if isinstance(error, AuthenticationError):
+        return f"{where} refuses user or password"
+    if not isinstance(error, ResponseError):
+        return f"{where} cannot be reached ({type(error).__name__})"
+    if isinstance(error, OutOfMemoryError) or "OOM" in str(error):
+        return f"{where} is full: it refuses writes until maxmemory is raised or keys are removed"
+    if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+        return f"{where} is read-only: give the address of a master"
+    return f"{where} refuses a command ({type(error).__name__})"
 
 
 def _address_of(text: str, default_port: int) -> Address:

@@ -60,6 +60,7 @@ class S3Backend(StorageBackend):
 
     def __init__(self, objects: BucketObjects, timeout_s: float) -> None:
         self._objects = objects
+        self.where = objects.where
         self._timeout_s = timeout_s
         self._reading = FilePool("lmcache-s3-reads", MAX_READS)
         self._writing = FilePool("lmcache-s3-writes", MAX_WRITES)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_core.wire.backoff import Backoff
 
-from lmcache_lookup.index.base import ClaimedElsewhereError, EventBatch, IndexStats, InstanceStatus, LeaseClaim, LeaseState, LookupIndex
+from lmcache_lookup.index.base import (
+    ClaimedElsewhereError,
+    EventBatch,
+    IndexStats,
+    InstanceStatus,
+    LeaseClaim,
+    LeaseState,
+    LookupIndex,
+    RefusedError,
+)
 
 FAILURES_BEFORE_PAUSE: Final = 3
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
+REFUSAL_COUNTS_S: Final = 60.0
 
 T = TypeVar("T")
 
@@ -22,18 +32,23 @@ T = TypeVar("T")
 class GuardedIndex(LookupIndex):
     """Passes calls on; after three failures in a row none for a while, twice as long after each further one, up to two seconds.
 
-    `ping` is passed on always, and its success lets calls through again.
+    A refusal is an answer: it holds no call back. `ping` is passed on always, and its success lets calls
+    through again. It fails while leases or events are refused, since what is known goes stale then.
 
     Args:
         inner: The index that may be away.
         backoff: When to try again.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, inner: LookupIndex, backoff: Backoff | None = None) -> None:
+    def __init__(self, inner: LookupIndex, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner
         self._backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, time.monotonic)
+        self._clock = clock
         self._num_failures = 0
+        self._refused: dict[str, tuple[RefusedError, float]] = {}
         self.name = inner.name
+        self.where = inner.where
 
     async def open(self) -> None:
         """Open the guarded index."""
@@ -46,11 +61,14 @@ class GuardedIndex(LookupIndex):
     async def ping(self) -> None:
         """Ask, even while other calls are held back."""
         await self._watch(self._inner.ping())
+        for error, until in self._refused.values():
+            if self._clock() < until:
+                raise error
 
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         """See `LookupIndex.renew`."""
         self._check()
-        return await self._watch(self._inner.renew(owner, claim))
+        return await self._note_refusals("renew", self._inner.renew(owner, claim))
 
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
         """See `LookupIndex.end`."""
@@ -60,7 +78,7 @@ class GuardedIndex(LookupIndex):
     async def apply(self, owner: str, batch: EventBatch) -> LeaseState:
         """See `LookupIndex.apply`."""
         self._check()
-        return await self._watch(self._inner.apply(owner, batch))
+        return await self._note_refusals("apply", self._inner.apply(owner, batch))
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
@@ -100,10 +118,20 @@ class GuardedIndex(LookupIndex):
         if self._backoff.wait_s > 0:
             raise UnavailableError(f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s")
 
+    async def _note_refusals(self, kind: str, call: Awaitable[T]) -> T:
+        """Remember a refused write until one of its kind is taken, or nobody has tried again for a minute."""
+        try:
+            result = await self._watch(call)
+        except RefusedError as exc:
+            self._refused[kind] = (exc, self._clock() + REFUSAL_COUNTS_S)
+            raise
+        self._refused.pop(kind, None)
+        return result
+
     async def _watch(self, call: Awaitable[T]) -> T:
         try:
             result = await call
-        except ClaimedElsewhereError:
+        except (ClaimedElsewhereError, RefusedError):
             self._went_well()
             raise
         except UnavailableError:

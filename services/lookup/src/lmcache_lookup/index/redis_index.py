@@ -96,7 +96,9 @@ class RedisIndex(LookupIndex):
         self._options = options
         self._clock = clock
         self._table = _NO_TABLE
-        self._shards = _shards_of(read_redis_url(url, options.tls, options.sentinel_login), options.write_timeout_s)
+        target = read_redis_url(url, options.tls, options.sentinel_login)
+        self._shards = _shards_of(target, options.write_timeout_s)
+        self.where = target.where
         self._reads = BucketReads()
         self._sweeper = BucketSweeper(self._shards, self._current_table)
 
@@ -109,7 +111,7 @@ class RedisIndex(LookupIndex):
 
     async def ping(self) -> None:
         """See `LookupIndex.ping`."""
-        await within(self._options.read_timeout_s, self._shards.ping())
+        await within(self.where, self._options.read_timeout_s, self._shards.ping())
 
     async def renew(self, owner: str, claim: LeaseClaim) -> LeaseState:
         """See `LookupIndex.renew`."""
@@ -128,7 +130,7 @@ class RedisIndex(LookupIndex):
 
     async def holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         """See `LookupIndex.holders`."""
-        return await within(self._options.read_timeout_s, self._holders(tenant, chunk_ids))
+        return await within(self.where, self._options.read_timeout_s, self._holders(tenant, chunk_ids))
 
     async def instances(self, owner: str) -> list[InstanceStatus]:
         """See `LookupIndex.instances`."""
@@ -226,7 +228,7 @@ class RedisIndex(LookupIndex):
         return self._table
 
     async def _write(self, call: Awaitable[T]) -> T:
-        return await within(self._options.write_timeout_s, call)
+        return await within(self.where, self._options.write_timeout_s, call)
 
 
 def _shards_of(target: RedisTarget, timeout_s: float) -> RedisShards:

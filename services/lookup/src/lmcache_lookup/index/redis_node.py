@@ -10,8 +10,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
+from lmcache_servicekit.redis_target import describe_failure
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError, ResponseError
+
+from lmcache_lookup.index.base import RefusedError
 
 T = TypeVar("T")
 Argument = bytes | str | int
@@ -154,17 +157,24 @@ class RedisNode:
         raise AssertionError("the loop returns or raises")
 
 
-async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """Await `work`. Only the kind of a failure is kept, since its text may hold an address.
+async def within(where: str, timeout_s: float, work: Awaitable[T]) -> T:
+    """Await `work`. Only the kind of a failure is kept, since its text may hold credentials.
+
+    Args:
+        where: What answers, for the text of errors.
+        timeout_s: Limit on it.
+        work: Commands.
 
     Raises:
-        UnavailableError: Redis failed, refused, or did not answer within `timeout_s`.
+        RefusedError: Redis answered, and refused.
+        UnavailableError: Redis failed, or did not answer within `timeout_s`.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return await work
     except CLIENT_ERRORS as exc:
-        raise UnavailableError(f"redis: {type(exc).__name__} (limit {timeout_s:g} s)") from exc
+        text = describe_failure(where, exc, timeout_s)
+        raise (RefusedError(text) if isinstance(exc, ResponseError) else UnavailableError(text)) from exc
 
 
 def _packed(words: tuple[Argument, ...]) -> bytes:

@@ -99,6 +99,9 @@ if raw then
   if alive and incarnation < lease[2] then return {0, 1, 1} end
   if alive and incarnation == lease[2] then
     lease[4] = now_ms + ttl_ms
+    -- A Redis without room refuses a script's first write that could take some, and none after a write that takes none.
+    -- Leases must be renewed even then, or all that is known dies with them.
+    redis.call('HDEL', KEYS[1], field)
     save(field, lease)
     return {lease[5], lease[6], 1}
   end
@@ -147,9 +150,8 @@ return lease[4] > now_ms and 1 or 0
 """
 )
 
-# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket, max_holders, number of tenants, tenant...,
-# and for each
-# event the position of its bucket in KEYS and three arguments of `merge`. Returns {next_sequence, resync}.
+# KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket, max_holders, number of tenants,
+# tenant..., and for each event the position of its bucket in KEYS and three arguments of `merge`. Returns {next_sequence, resync}.
 APPLY: Final = Script(
     NOW
     + MERGE

@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
-from lmcache_servicekit.redis_target import RedisLimits, RedisTarget
-from redis.exceptions import RedisClusterException, RedisError
+from lmcache_servicekit.redis_target import RedisLimits, RedisTarget, describe_failure
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from lmcache_broker.peers import redis_scripts as scripts
 from lmcache_broker.peers.pulls import MAX_PULL_S
@@ -49,6 +49,7 @@ class RedisPeers:
             self._redis = target.cluster(limits)
         else:
             self._redis, self._sentinels = target.client(limits)
+        self.where = target.where
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -142,13 +143,14 @@ class RedisPeers:
         return await self._within(lambda: self._redis.eval(script, len(scripts.KEYS), *scripts.KEYS, *argv))
 
     async def _within(self, call: Callable[[], Any]) -> Any:
-        """Make a call. Only the kind of a failure is kept, since its text may hold an address."""
+        """Make a call. Only the kind of a failure is kept, since its text may hold credentials."""
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
                 answer = await call()
         except _CLIENT_ERRORS as exc:
-            self._away_until = self._clock() + RETRY_S
-            raise UnavailableError(f"redis: {type(exc).__name__} (limit {self._timeout_s:g} s)") from exc
+            if not isinstance(exc, ResponseError):  # a refusal is quick, and other calls may do well
+                self._away_until = self._clock() + RETRY_S
+            raise UnavailableError(describe_failure(self.where, exc, self._timeout_s)) from exc
         self._away_until = float("-inf")
         return answer
 
