@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -15,7 +16,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.storage.remote.redis import AHEAD_BYTES
+from lmcache_core.storage.remote.redis import AHEAD_BYTES, BATCH_KEYS, RedisBackend
 from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
@@ -100,6 +101,45 @@ async def test_a_full_server_refuses_and_goes_on() -> None:
         assert not all(stored)
         assert await backend.batched_contains([make_key(i) for i in range(8)]) == stored
         await backend.close()
+
+
+async def test_a_value_of_another_type_is_one_miss_and_deleted(server: RedisServer) -> None:
+    backend = create_remote_backend(server.url, timeout_s=5)
+    arena = Arena()
+    await backend.batched_put([make_chunk(i) for i in range(8)])
+    with server.client() as plain:
+        [name] = [name for name in plain.keys() if make_key(3).key.to_url() in name.decode()]
+        plain.delete(name)
+        plain.rpush(name, b"a list")
+        found = await backend.batched_get([make_key(i) for i in range(8)], arena)
+        assert [isinstance(result, Chunk) for result in found] == [i != 3 for i in range(8)]
+        assert found[3] == Miss(MissReason.CORRUPT)
+        for result in found:
+            if isinstance(result, Chunk):
+                result.release()
+        assert not plain.exists(name)
+    assert await backend.batched_contains([make_key(3)]) == [False]
+    arena.check_empty()
+    await backend.close()
+
+
+async def test_clearing_takes_as_long_as_it_takes_step_by_step(monkeypatch: pytest.MonkeyPatch, server: RedisServer) -> None:
+    """The deadline is that of a step, so that what Redis holds is cleared however much it is."""
+    backend = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
+    assert isinstance(backend, RedisBackend)
+    with server.client() as plain:
+        plain.mset({f"lmc:default:{i}": b"x" for i in range(20 * BATCH_KEYS)} | {"other": b"x"})
+    scan = backend._client.scan
+
+    async def slow_scan(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(TIMEOUT_S / 10)
+        return await scan(*arguments, **options)
+
+    monkeypatch.setattr(backend._client, "scan", slow_scan)
+    assert await backend.clear() == 20 * BATCH_KEYS
+    with server.client() as plain:
+        assert plain.keys() == [b"other"]
+    await backend.close()
 
 
 async def test_an_expiry_is_set_when_asked_for(server: RedisServer) -> None:

@@ -97,7 +97,7 @@ class RedisBackend(StorageBackend):
             return [bool(found) for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])]
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. A value that is a damaged record is deleted."""
+        """See `StorageBackend.batched_get`. A value that is a damaged record, or none, is deleted."""
         results: list[Result | None] = [None] * len(keys)
         try:
             async with caller_limit(timeout_s) as limit, self._mapped():  # outside, so that it decides when both end at once
@@ -131,12 +131,12 @@ class RedisBackend(StorageBackend):
             return sum(int(count) for count in await self._pipelined([("UNLINK", _name(key)) for key in keys]))
 
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`. Walks the whole key space."""
+        """See `StorageBackend.clear`. Walks the whole key space; each step has the deadline of a call."""
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
         num_removed = 0
-        async with self._mapped():
-            cursor = -1
-            while cursor:
+        cursor = -1
+        while cursor:
+            async with self._mapped():
                 cursor, names = await self._client.scan(max(cursor, 0), match=pattern, count=BATCH_KEYS)
                 num_removed += await self._client.unlink(*names) if names else 0
         return num_removed
@@ -150,7 +150,11 @@ class RedisBackend(StorageBackend):
 
         async def take(i: int, value: Any) -> None:
             if isinstance(value, ResponseError):
-                raise value
+                if not str(value).startswith("WRONGTYPE"):
+                    raise value
+                results[i] = Miss(MissReason.CORRUPT)
+                damaged.append(_name(keys[i]))
+                return
             if value is None:
                 return
             self._record_bytes = max(len(value), 1)
