@@ -9,10 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter, Depends, Request, Response
 from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
 from lmcache_lookup.app import create_app
+from lmcache_lookup.dependencies import Lookup, Parts
 from lmcache_lookup.index import LookupIndex, create_index
+from lmcache_lookup.lookup.direct import DirectRoute
 from lmcache_lookup.settings import LookupSettings
+from lmcache_servicekit.auth import ClientPrincipal
 
 from tests.fixtures.lookup_index import AwayIndex
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, asgi_client, write_tokens
@@ -216,3 +220,25 @@ async def test_hits_and_events_are_counted() -> None:
 
 def test_the_settings_choose_the_index() -> None:
     assert create_index(LookupSettings()).name == "embedded"
+
+
+def test_a_direct_route_refuses_what_it_would_not_run() -> None:
+    router = APIRouter(route_class=DirectRoute)
+
+    async def check() -> None: ...
+
+    async def plain(request: Request, caller: ClientPrincipal, service: Lookup) -> Response:
+        return Response()
+
+    async def more(request: Request, caller: ClientPrincipal, service: Lookup, parts: Parts) -> Response:
+        return Response()
+
+    async def queried(request: Request, caller: ClientPrincipal, service: Lookup, limit: int = 1) -> Response:
+        return Response()
+
+    router.get("/plain")(plain)
+    for endpoint, options in ((plain, {"dependencies": [Depends(check)]}), (more, {}), (queried, {})):
+        with pytest.raises(TypeError, match="make it a GuardedRoute"):
+            router.get("/other", **options)(endpoint)
+    with pytest.raises(TypeError, match="make it a GuardedRoute"):
+        APIRouter(route_class=DirectRoute, dependencies=[Depends(check)]).get("/other")(plain)
