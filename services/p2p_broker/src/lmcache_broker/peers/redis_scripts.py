@@ -20,6 +20,10 @@ local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function changed(field) redis.call('ZADD', CHANGES, redis.call('INCR', SEQ), field) end
+-- A full Redis refuses SET even where it would change nothing.
+local function begin_epoch()
+  if redis.call('EXISTS', EPOCH) == 0 then redis.call('SET', EPOCH, time[1] .. '.' .. time[2]) end
+end
 local function save(field, incarnation, draining, gone, ends_ms, rest)
   redis.call('HSET', RECORDS, field, incarnation .. draining .. gone .. string.format('%015d', ends_ms) .. rest)
   changed(field)
@@ -69,7 +73,7 @@ ANNOUNCE: Final = (
     _COMMON
     + """
 local found = {}
-redis.call('SET', EPOCH, time[1] .. '.' .. time[2], 'NX')
+begin_epoch()
 for i = 1, #ARGV, 5 do
   local field, incarnation, draining = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local known = load(field)
@@ -80,6 +84,8 @@ for i = 1, #ARGV, 5 do
     if known and known.live and incarnation == known.incarnation then
       if known.draining == '1' then draining = '1' end
       ends_ms = math.max(ends_ms, known.ends_ms)
+      -- A Redis without room refuses a script's first write that could take some, and none after a write that takes none.
+      redis.call('HDEL', RECORDS, field)
     end
     save(field, incarnation, draining, '0', ends_ms, ARGV[i + 4])
     found[#found + 1] = tonumber(draining)
@@ -114,7 +120,7 @@ CHANGES: Final = (
     _COMMON
     + """
 purge()
-redis.call('SET', EPOCH, time[1] .. '.' .. time[2], 'NX')
+begin_epoch()
 local seq, last = tonumber(redis.call('GET', SEQ) or '0'), tonumber(ARGV[1])
 local found = {redis.call('GET', EPOCH), seq, now_ms}
 if last > seq then last = 0 end
