@@ -80,7 +80,7 @@ class Instance:
         self.reporter = InstanceReporter(client, name, "sidecar", self._snapshot, TIMING)  # type: ignore[arg-type]
 
     def _snapshot(self) -> list[Holding]:
-        return [Holding(chunk_id, "hot", size) for chunk_id, size in self.held.items()]
+        return [Holding(chunk_id, "hot", size) for chunk_id, size in list(self.held.items())]
 
     async def work(self) -> None:
         while True:

@@ -56,7 +56,7 @@ class Instance:
         self.reporter = InstanceReporter(client, name, "sidecar", self.snapshot, TIMING)
 
     def snapshot(self) -> list[Holding]:
-        return [Holding(chunk_id, "hot", size) for chunk_id, size in self.held.items()]
+        return [Holding(chunk_id, "hot", size) for chunk_id, size in list(self.held.items())]
 
 
 @asynccontextmanager

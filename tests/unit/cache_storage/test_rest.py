@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -248,6 +250,26 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
         assert (ready.status_code, ready.json()["checks"]["stores"]["ok"]) == (503, False)
         assert (await rest.get("/v1/stats")).json()["draining"] is True
         assert [(key.key.to_url(), tiers) for key, _, tiers in parts.holdings("default")] == [(A, ["Hot", "LocalDiskBackend"])]
+
+
+async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (rest, _):
+        assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
+        holdings, go_on = StorageParts.holdings, threading.Event()
+        num_listing = 0
+
+        def slow(self: StorageParts, tenant: str) -> Any:
+            nonlocal num_listing
+            num_listing += 1
+            assert go_on.wait(10), "the loop has had no turn"
+            return holdings(self, tenant)
+
+        monkeypatch.setattr(StorageParts, "holdings", slow)
+        asked = [asyncio.create_task(rest.get("/v1/chunks")) for _ in range(8)]
+        assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
+        assert num_listing <= 1, "other work needs these threads, too"
+        go_on.set()
+        assert {(await page).json()["chunks"][0]["key"] for page in asked} == {A}
 
 
 async def test_a_disk_that_fails_degrades_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_core.keys import ChunkKey
@@ -52,11 +53,22 @@ class StorageParts:
     drain: Drain
     neighbours: Neighbours | None
     bucket: S3Backend | None
+    _listing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
         return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
+
+    async def page(self, tenant: str, begin: int, end: int) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
+        """Part of what `holdings` returns, and how many there are.
+
+        Listing takes as long as there are chunks, so it is done in a thread, and by one at a time:
+        others need these threads, too.
+        """
+        async with self._listing:
+            held = await asyncio.to_thread(self.holdings, tenant)
+        return held[begin:end], len(held)
 
     def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
         """Key, size in bytes and tiers of every chunk of a tenant, in a stable order."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from lmcache_core.lookup import Holding, Outbox, StoreEvent
+from lmcache_core.lookup.outbox import event_of
 
 
 def event(number: int) -> StoreEvent:
@@ -16,7 +19,8 @@ def holding(number: int) -> Holding:
 
 def begun(*numbers: int, max_pending: int = 4) -> Outbox:
     outbox = Outbox(max_pending)
-    outbox.begin(1, [holding(n) for n in numbers])
+    outbox.begin(1)
+    outbox.announce(deque(event_of("store", holding(n)) for n in numbers))
     return outbox
 
 
@@ -75,4 +79,4 @@ def test_the_announcement_does_not_count_towards_the_bound() -> None:
 def test_an_incarnation_only_rises() -> None:
     outbox = begun()
     with pytest.raises(AssertionError):
-        outbox.begin(1, [])
+        outbox.begin(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -74,7 +75,7 @@ class Instance:
         self.reporter = InstanceReporter(self.client, "pod-1", "sidecar", self.snapshot, FAST)
 
     def snapshot(self) -> list[Holding]:
-        return [Holding(chunk_id, tier, size) for (chunk_id, tier), size in self.held.items()]
+        return [Holding(chunk_id, tier, size) for (chunk_id, tier), size in list(self.held.items())]
 
     def store(self, number: int) -> None:
         chunk_id = number.to_bytes(16, "big")
@@ -216,6 +217,44 @@ async def test_malformed_holdings_are_the_callers_error() -> None:
         instance.reporter.stored(b"short", "hot", 1)
     with pytest.raises(ValueError, match="tier"):
         instance.reporter.removed(b"c" * 16, "a tier")
+
+
+async def test_a_snapshot_holds_the_loop_up_by_nothing_and_what_changes_meanwhile_is_told() -> None:
+    service = ModelService()
+    instance = Instance(service)
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def snapshot() -> list[Holding]:
+        held = instance.snapshot()
+        has_begun.set()
+        assert go_on.wait(10), "the loop has had no turn"
+        return held
+
+    instance.reporter = InstanceReporter(instance.client, "pod-1", "sidecar", snapshot, FAST)
+    instance.store(1)
+    instance.store(2)
+    await instance.client.open()
+    await instance.reporter.open()
+    await eventually(has_begun.is_set)
+    instance.remove(1)
+    instance.store(3)
+    assert not instance.reporter.synced
+    go_on.set()
+    await eventually(lambda: instance.agrees_with(service))
+    assert service.held == {(number.to_bytes(16, "big").hex(), "hot") for number in (2, 3)}
+    await instance.reporter.close()
+    await instance.client.close()
+
+
+async def test_everything_is_announced_again_when_asked_for() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        instance.store(1)
+        await eventually(lambda: instance.agrees_with(service))
+        instance.held[b"c" * 16, "hot"] = 5
+        instance.reporter.announce_again()
+        await eventually(lambda: instance.agrees_with(service))
+        assert len(service.held) == 2
 
 
 async def test_a_snapshot_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
 
 from lmcache_core.lookup.messages import Holding, StoreEvent, chunk_id_text
 
@@ -50,14 +49,20 @@ class Outbox:
         self._pending.clear()
         self.needs_resync = True
 
-    def begin(self, incarnation: int, holdings: Iterable[Holding]) -> None:
-        """Start an incarnation whose first events announce `holdings`."""
+    def begin(self, incarnation: int) -> None:
+        """Start an incarnation: keep events from now on. `announce` is next, before any batch."""
         assert incarnation > self.incarnation, "an incarnation only rises"
-        self._announcement = deque(event_of("store", holding) for holding in holdings)
+        self._announcement = deque()
         self._pending.clear()
         self._first_sequence = self._num_sent = 0
         self.incarnation = incarnation
         self.needs_resync = False
+
+    def announce(self, announcement: deque[StoreEvent]) -> None:
+        """Say what was held at some time after `begin`, before all events that came since."""
+        assert self._num_sent == 0, "it is the first that is sent"
+        if not self.needs_resync:  # too many events may have come meanwhile
+            self._announcement = announcement
 
     def batch(self, max_events: int) -> tuple[int, list[StoreEvent]]:
         """The oldest events, which stay until they are acknowledged.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup.client import LookupClient
-from lmcache_core.lookup.messages import MAX_EVENTS_PER_BATCH, Holding, InstanceKind, validate_tier
+from lmcache_core.lookup.messages import MAX_EVENTS_PER_BATCH, Holding, InstanceKind, StoreEvent, validate_tier
 from lmcache_core.lookup.outbox import Outbox, event_of
 from lmcache_core.security.names import validate_instance_id
 from lmcache_core.wire.backoff import Backoff
@@ -56,7 +57,7 @@ class InstanceReporter:
         client: Open for as long as this object is.
         instance_id: Whose holdings are reported.
         kind: What the instance is.
-        snapshot: Everything that is held now. Called on the loop, between two events; what `stored` said before is in it.
+        snapshot: Everything that is held now. Called in a thread, since there may be very much; what `stored` said before is in it.
         timing: Pace and bounds.
 
     Raises:
@@ -81,6 +82,7 @@ class InstanceReporter:
         self._renew_at = self._lease_ends = float("-inf")
         self._last_incarnation = 0
         self._num_resyncs = 0
+        self._is_listing = False
         self._reachable: bool | None = None
         self._wake = asyncio.Event()
         self._supervisor = TaskSupervisor("lookup-reporter", max_tasks=1)
@@ -93,7 +95,8 @@ class InstanceReporter:
     @property
     def synced(self) -> bool:
         """Whether the service has acknowledged everything, under a running lease."""
-        return self.registered and not self._outbox.needs_resync and self._outbox.num_unacknowledged == 0
+        is_told = not self._outbox.needs_resync and not self._is_listing and self._outbox.num_unacknowledged == 0
+        return self.registered and is_told
 
     @property
     def stats(self) -> dict[str, int]:
@@ -109,6 +112,11 @@ class InstanceReporter:
     async def open(self) -> None:
         """Begin to report. Returns at once, whether or not the service is there."""
         self._supervisor.repeat("report", self._report, interval_s=_RESTART_S)
+
+    def announce_again(self) -> None:
+        """Begin anew with everything that is held: more than can be told one by one."""
+        self._outbox.lose()
+        self._wake.set()
 
     def stored(self, chunk_id: bytes, tier: str, size_bytes: int, tenant: str | None = None) -> None:
         """Tell that a chunk can be had from now on. Call it after the chunk is complete; see `Holding` for the arguments.
@@ -184,7 +192,21 @@ class InstanceReporter:
         if not lease:
             return
         self._num_resyncs += 1
-        self._outbox.begin(self._last_incarnation, self._snapshot())
+        # Events are kept from here on, and are sent after the announcement: what changes while it is
+        # made is told, whether or not the announcement has it.
+        self._outbox.begin(self._last_incarnation)
+        self._is_listing = True
+        try:
+            announcement = await asyncio.to_thread(self._announcement)
+        except BaseException:
+            self._outbox.lose()
+            raise
+        finally:
+            self._is_listing = False
+        self._outbox.announce(announcement)
+
+    def _announcement(self) -> deque[StoreEvent]:
+        return deque(event_of("store", holding) for holding in self._snapshot())
 
     async def _renew(self, incarnation: int, *, acknowledges: bool = True) -> bool:
         """Take or renew the lease.

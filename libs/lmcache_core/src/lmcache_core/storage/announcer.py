@@ -69,8 +69,8 @@ class TierAnnouncer:
     async def announce_when_loaded(self, tier: LoadedTier) -> None:
         """Announce what a tier finds while it is still being read: a large disk is read in the background."""
         await tier.wait_loaded()
-        for key, num_bytes in tier.held():
-            self.stored(key, tier.name, num_bytes)
+        if self._reporter is not None:
+            self._reporter.announce_again()
 
     def _tenant(self, key: ChunkKey) -> str | None:
         return None if key.tenant == self._own_tenant else key.tenant

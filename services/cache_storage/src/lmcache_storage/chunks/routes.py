@@ -77,7 +77,7 @@ async def list_chunks(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
 ) -> HeldChunks:
     """A page of the caller's chunks, ordered by key."""
-    held = parts.holdings(principal.tenant)
     end = offset + limit
-    page = [HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held[offset:end]]
-    return HeldChunks(chunks=page, next_offset=end if end < len(held) else None)
+    held, num_held = await parts.page(principal.tenant, offset, end)
+    page = [HeldChunk(key=key.key.to_url(), size_bytes=size, tiers=tiers) for key, size, tiers in held]
+    return HeldChunks(chunks=page, next_offset=end if end < num_held else None)

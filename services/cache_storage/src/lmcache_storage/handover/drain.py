@@ -93,9 +93,10 @@ class Drain:
             self._end(ended)
 
     async def _hand_over(self, mover: Mover) -> None:
-        wanted = self._chunks.hottest_first()
+        wanted = await asyncio.to_thread(self._chunks.hottest_first)
         self.moved = Moved(len(wanted))
-        await mover.run(wanted, num_hottest(wanted, EVICTING_SHARE), self.moved)
+        num_evicting = await asyncio.to_thread(num_hottest, wanted, EVICTING_SHARE)
+        await mover.run(wanted, num_evicting, self.moved)
 
     def _end(self, ended: asyncio.Event) -> None:
         self.state = DrainState.DONE

@@ -118,7 +118,7 @@ class Rebalancer:
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:
         """Chunks whose home is elsewhere, the hottest first."""
         found: list[Sized] = []
-        for i, chunk in enumerate(self._chunks.hottest_first()):
+        for i, chunk in enumerate(await asyncio.to_thread(self._chunks.hottest_first)):
             if not self._stays(chunk[0], known):
                 found.append(chunk)
             if i % CHUNKS_A_TURN == 0:

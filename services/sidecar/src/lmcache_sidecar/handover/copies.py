@@ -74,7 +74,7 @@ class Copier:
     async def _keys(self, chunk_ids: set[str]) -> dict[str, ChunkKey]:
         """The names of chunks that are here, by their ids."""
         found: dict[str, ChunkKey] = {}
-        for i, (key, _) in enumerate(self._chunks.hottest_first()):
+        for i, (key, _) in enumerate(await asyncio.to_thread(self._chunks.hottest_first)):
             if i % _STEP == _STEP - 1:
                 await asyncio.sleep(0)
             chunk_id = key.key.chunk_id().hex()

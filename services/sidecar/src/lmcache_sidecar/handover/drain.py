@@ -57,7 +57,7 @@ class Drain:
             if is_first:
                 for callback in self._before:
                     callback()
-            progress = self.progress = DrainProgress(DrainState.WRITING, self._handover.count())
+            progress = self.progress = DrainProgress(DrainState.WRITING, 0)
             if not self._tasks.start("drain", self._drain(progress, self._ended)):
                 progress.state = DrainState.DONE
                 self._ended.set()
@@ -74,6 +74,7 @@ class Drain:
 
     async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:
         try:
+            progress.total = await asyncio.to_thread(self._handover.count)
             await self._work(progress)
         finally:
             progress.state = DrainState.DONE

@@ -56,7 +56,7 @@ class Handover:
             progress: Kept up to date.
             deadline: On the loop's clock; what is underway then is given up.
         """
-        waiting = Waiting(self._chunks.hottest_first())
+        waiting = await asyncio.to_thread(lambda: Waiting(self._chunks.hottest_first()))
         progress.total = len(waiting)
         now = asyncio.get_running_loop().time
         for i, source in enumerate(self._sources):

@@ -14,6 +14,8 @@ from lmcache_core.storage.disk.layout import charged_bytes
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
 from lmcache_core.storage.eviction.recent import RecentEvictions
 
+LISTED_AT_ONCE = 4096
+
 _NEVER_STORED = Miss(MissReason.NEVER_STORED)
 
 
@@ -208,7 +210,17 @@ class DiskIndex:
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
-            return [(key, entry.record_bytes) for key, entry in self._entries.items() if self._ledger.is_live(key)]
+            everything = list(self._entries.items())
+        found: list[tuple[ChunkKey, int]] = []
+        # An event loop may be waiting for the lock.
+        for begin in range(0, len(everything), LISTED_AT_ONCE):
+            with self._lock:
+                found += [
+                    (key, entry.record_bytes)
+                    for key, entry in everything[begin : begin + LISTED_AT_ONCE]
+                    if self._entries.get(key) is entry and self._ledger.is_live(key)
+                ]
+        return found
 
     @property
     def is_over_capacity(self) -> bool:
