@@ -32,6 +32,10 @@ class Server:
         self.port = port
 
     @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    @property
     def protocol(self) -> BoundedHttpProtocol:
         [protocol] = self._server.server_state.connections
         assert isinstance(protocol, BoundedHttpProtocol)
@@ -198,6 +202,69 @@ async def test_a_body_that_comes_in_time_behind_its_answer_leaves_the_connection
                 writer.write(b"x" * 300_000)
                 await writer.drain()
         writer.close()
+
+
+async def test_a_caller_that_does_not_read_its_answers_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
+    size = 16 << 20
+    num_ended = 0
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_ended
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for sent in range(0, size, 1 << 20):
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": sent + (1 << 20) < size})
+        num_ended += 1
+
+    async with serving(large) as server:
+        for request in (b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 10)
+            writer.write(request)
+            async with asyncio.timeout(PATIENCE_S):
+                while not server.num_connections:
+                    await asyncio.sleep(0.01)
+                while server.num_connections:
+                    await asyncio.sleep(0.01)
+            writer.transport.abort()
+        assert num_ended == 2, "nothing waits for them"
+
+        # A slow one is another matter.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        num_read = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while part := await reader.read(1 << 20):
+                num_read += len(part)
+                await asyncio.sleep(0.02)
+        assert num_read > size
+        writer.close()
+
+
+async def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 4)
+    go_on = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            await go_on.wait()
+        await echo(scope, receive, send)
+
+    async with serving(slow) as server, asyncio.timeout(PATIENCE_S):
+        busy = await asyncio.open_connection("127.0.0.1", server.port)
+        busy[1].write(b"GET /slow HTTP/1.1\r\n\r\n")
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        for number in range(6):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /%d HTTP/1.1\r\n\r\n" % number)
+            assert (await reader.readuntil(b"/%d:" % number)).startswith(b"HTTP/1.1 200")
+            silent.append((reader, writer))
+        go_on.set()
+        assert (await busy[0].readuntil(b"/slow:")).startswith(b"HTTP/1.1 200")
+        assert await silent[0][0].read() == b""
+        for _, writer in (busy, *silent):
+            writer.close()
 
 
 async def test_an_answered_connection_ends_when_nothing_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

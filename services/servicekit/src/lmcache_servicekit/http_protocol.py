@@ -18,6 +18,9 @@ HEAD_TIMEOUT_S: Final = 10.0
 
 The rest of a request that was answered before it was complete counts as bytes after its answer.
 """
+WRITE_TIMEOUT_S: Final = 30.0
+"""For what waits to be sent, and as long again as it takes at `SLOWEST_READER_BYTES_PER_S`."""
+SLOWEST_READER_BYTES_PER_S: Final = 64 << 10
 READ_BYTES: Final = 64 << 10
 PARSED_AT_ONCE: Final = 512
 """Bytes outside of bodies; so few that they hold no more than some 30 requests."""
@@ -44,7 +47,9 @@ class _HeldFlow(FlowControl):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose caller sends endless headers, or none, or that is one too many.
+    """Ends a connection whose caller sends endless headers, or none, or does not read its answers.
+
+    Where there are too many, the one that has been without a request for longest makes room.
 
     Pipelined requests are parsed a few at a time: while one waits for the answers before it,
     the bytes behind it are held unparsed and nothing more is read.
@@ -56,6 +61,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _body_left = 0
     _held: memoryview = memoryview(b"")
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _idle: dict[BoundedHttpProtocol, None]
 
     @property
     def num_held_bytes(self) -> int:
@@ -68,15 +75,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow = _HeldFlow(transport, self)
         if hasattr(transport, "max_size"):  # of asyncio's own; TLS and uvloop have fixed ones
             transport.max_size = READ_BYTES
+        # Those of this server that have no request underway, the one without for longest first.
+        self._idle = self.server_state.__dict__.setdefault("idle", {})
         if len(self.connections) > MAX_CONNECTIONS:
-            self._end(f"{MAX_CONNECTIONS} connections are open")
-            return
+            leaving = next(iter(self._idle), self)
+            leaving._end(f"{MAX_CONNECTIONS} connections are open")
+            if leaving is self:
+                return
+        self._idle[self] = None
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._held = memoryview(b"")
         self._stop_timer()
+        self._stop_write_timer()
+        self._idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +100,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the next request that waits, and parse more once none does."""
+        is_last = not self.pipeline
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._bound_writing()
+            return
+        if is_last:
+            self._idle[self] = None
         if self._held:
             self._parse()
 
@@ -106,6 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The last byte of its headers."""
         self._in_head = False
         self._stop_timer()
+        self._idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -113,6 +134,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body += len(body)
         self._body_left -= len(body)
         super().on_body(body)
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._bound_writing()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End a connection on which nothing was asked for a while."""
+        super().timeout_keep_alive_handler()
+        self._bound_writing()
+
+    def _bound_writing(self) -> None:
+        """A transport that is closed, or a handler that sends, waits for the caller to read, for ever if need be."""
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes and self._write_timer is None:
+            timeout_s = WRITE_TIMEOUT_S + num_bytes / SLOWEST_READER_BYTES_PER_S
+            self._write_timer = self.loop.call_later(timeout_s, self.transport.abort)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _parse(self) -> None:
         while self._held and not self.pipeline and not self.transport.is_closing():
@@ -151,4 +199,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _end(self, why: str) -> None:
         logger.debug("HTTP connection of %s ended: %s", self.client[0] if self.client else "somebody", why)
         self._stop_timer()
+        self._idle.pop(self, None)
         self.transport.close()
+        self._bound_writing()
