@@ -1,5 +1,5 @@
 # Every image of the project:
-#   docker buildx create --use               # once: Docker's default builder makes neither attestations nor images of several platforms
+#   docker buildx use lmcache || docker buildx create --name lmcache --use   # Docker's default builder makes neither attestations nor images of several platforms
 #   docker buildx bake --load                # all of them, for this machine
 #   TAG=0.1.0 REGISTRY=registry.example.com/lmcache PLATFORMS=linux/amd64,linux/arm64 docker buildx bake --push
 #   docker buildx bake sbom                  # lists of what is in them, below build/sbom

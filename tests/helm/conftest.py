@@ -18,6 +18,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HELM_FOLDER = REPOSITORY / "helm"
 FETCH_HELM = Path(__file__).parent / "tools" / "fetch_helm.py"
 NAMESPACE = "inference"
+REGISTRY = "registry.example.com/lmcache"
+SET_REGISTRY = ("--set-json", f'images.registry="{REGISTRY}"')
+"""The one value that has no default; others that are set win over it."""
+RENDERING = ("template", "install", "upgrade", "lint")
 RELEASE = "cache"
 HELM_TIMEOUT_S = 60
 
@@ -86,7 +90,8 @@ class Chart:
 
     def run(self, *arguments: str, helm: str = "helm4") -> subprocess.CompletedProcess[str]:
         """Run one Helm command, without looking at a cluster."""
-        command = [str(self.helms[helm]), *arguments, "--kubeconfig", "/nonexistent"]
+        registry = SET_REGISTRY if arguments[0] in RENDERING else ()
+        command = [str(self.helms[helm]), arguments[0], *registry, *arguments[1:], "--kubeconfig", "/nonexistent"]
         return subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S, check=False)
 
     def template(

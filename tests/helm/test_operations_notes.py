@@ -26,7 +26,7 @@ def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -
 def test_they_name_what_is_there_and_nothing_else(chart: Chart, case: str) -> None:
     text, rendering = notes(chart, case=case), chart.render(None, CASES[case])
     ports = {one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]} for one in rendering.of_kind("Service")}
-    named = re.findall(r"^(?:Storage|Lookup|Broker|Model) +(\S+):(\d+)", text, re.MULTILINE)
+    named = re.findall(r"^(?:Storage .* and|Lookup|Broker|Model) +(\S+):(\d+)", text, re.MULTILINE)
     assert all(int(port) in ports[name] for name, port in named)
     expected = {name for name in ports if not name.endswith(("-headless", "-sidecars", "-redis", "-webhook"))}
     assert {name for name, _ in named} == expected
@@ -50,7 +50,8 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
         ({}, "Nobody uses the cache yet"),
         ({"webhook.enabled": True}, "No models here: a pod that runs vLLM gets the cache by the label"),
         ({"webhook.enabled": True, "models": [MODEL]}, "Pods of other charts that run vLLM get the cache by the label"),
-        ({}, "helm test -n inference cache --logs"),
+        ({}, "helm test -n inference cache\n"),
+        ({}, "Storage   cache-lmcache-storage-headless:65432 (lm://, all pods) and cache-lmcache-storage:8080 (http://)"),
         ({}, "get secret cache-lmcache-auth"),
         ({"auth.existingSecret": "house"}, "a token of house"),
         ({}, "scale statefulset cache-lmcache-storage --replicas 3"),

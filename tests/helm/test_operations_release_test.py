@@ -15,6 +15,7 @@ import pytest
 from tests.fixtures.tls import Authority
 from tests.helm.conftest import HELM_FOLDER
 from tests.helm.processes import Cluster
+from tests.helm.test_cases import CASES, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,24 +29,48 @@ COMPONENT = "app.kubernetes.io/component"
 TEST_TIMEOUT_S = 60
 
 
-def hooks(rendering: Rendering, kind: str) -> list[Manifest]:
-    found = [one for one in rendering.of_kind(kind) if one["metadata"].get("annotations", {}).get("helm.sh/hook") == "test"]
-    assert all(one["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation" for one in found)
-    return found
+def hooks(rendering: Rendering) -> list[Manifest]:
+    return [one for one in rendering.manifests if "test" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(",")]
 
 
 def pod_of(rendering: Rendering) -> Manifest:
-    (pod,) = hooks(rendering, "Pod")
+    (pod,) = hooks(rendering)
     return pod
+
+
+def parts(rendering: Rendering) -> list[Manifest]:
+    """The pod, and what is there for it."""
+    return [one for one in rendering.manifests if "release-test" in one["metadata"]["name"]]
+
+
+def test_the_one_hook_is_a_pod_that_helm_removes(chart: Chart) -> None:
+    """Helm asks every test hook for a pod's logs, and an uninstallation removes no hook: the rest belongs to the release."""
+    rendering = chart.render(VALUES)
+    pod = pod_of(rendering)
+    assert pod["kind"] == "Pod"
+    assert pod["metadata"]["annotations"] == {
+        "helm.sh/hook": "test",
+        "helm.sh/hook-delete-policy": "before-hook-creation,hook-succeeded",
+        "helm.sh/hook-output-log-policy": "hook-succeeded,hook-failed",
+    }
+    rest = [one for one in parts(rendering) if one is not pod]
+    assert sorted(one["kind"] for one in rest) == ["ConfigMap", *["NetworkPolicy"] * 4]
+    assert not any("annotations" in one["metadata"] for one in rest)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_no_hook_outlives_the_release(chart: Chart, case: str) -> None:
+    for one in render(chart, case).manifests:
+        annotations = one["metadata"].get("annotations", {})
+        if "helm.sh/hook" in annotations:
+            assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"].split(","), one["metadata"]["name"]
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
 @pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
 def test_the_objects_fit_kubernetes(chart: Chart, tls: Manifest, version: str) -> None:
-    rendering = chart.render(VALUES | tls)
-    for kind in ("Pod", "ConfigMap", "NetworkPolicy"):
-        for manifest in hooks(rendering, kind):
-            kubernetes_validate.validate(manifest, version, strict=True)
+    for manifest in parts(chart.render(VALUES | tls)):
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
 @pytest.mark.parametrize("tls", [{}, TLS], ids=["plain", "tls"])
@@ -70,15 +95,9 @@ def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> 
     assert items == ["sidecar-token"], "it gets no more than it needs"
 
 
-def test_what_it_needs_is_there_before_it(chart: Chart) -> None:
-    rendering = chart.render(VALUES)
-    for kind in ("ConfigMap", "NetworkPolicy"):
-        assert all(int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) < 0 for one in hooks(rendering, kind))
-
-
 def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
     rendering = chart.render(VALUES)
-    policies = [one["spec"] for one in hooks(rendering, "NetworkPolicy")]
+    policies = [one["spec"] for one in parts(rendering) if one["kind"] == "NetworkPolicy"]
     own = next(spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test")
     assert own["policyTypes"] == ["Ingress", "Egress"]
     assert "ingress" not in own
@@ -110,8 +129,7 @@ def test_its_addresses_are_services(chart: Chart) -> None:
 
 
 def test_it_can_be_left_out(chart: Chart) -> None:
-    rendering = chart.render({"releaseTest.enabled": False})
-    assert all(not hooks(rendering, kind) for kind in ("Pod", "ConfigMap", "NetworkPolicy"))
+    assert parts(chart.render({"releaseTest.enabled": False})) == []
 
 
 @pytest.fixture(scope="module", params=["plain", "mutual TLS"])
@@ -132,7 +150,7 @@ def cluster(
 
 def command_of(rendering: Rendering, cluster: Cluster, folder: Path) -> list[str]:
     """The pod's command, with this machine's addresses and paths: the script is that of the ConfigMap, secrets those of the sidecar."""
-    (script,) = (one["data"]["release_test.py"] for one in hooks(rendering, "ConfigMap"))
+    (script,) = (one["data"]["release_test.py"] for one in parts(rendering) if one["kind"] == "ConfigMap")
     path = folder / "release_test.py"
     path.write_text(script, encoding="utf-8")
     container = pod_of(rendering)["spec"]["containers"][0]

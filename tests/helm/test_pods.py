@@ -180,6 +180,18 @@ def test_names_fit(rendering: Rendering) -> None:
         assert len(name) <= limit, name
 
 
+def test_a_late_answer_is_no_dead_process(rendering: Rendering) -> None:
+    """/healthz is answered by the loop that does the work, and Redis by one thread: a full node makes both late."""
+    for name, container in rendering.containers():
+        probe = container.get("livenessProbe")
+        if probe is not None:
+            assert probe["periodSeconds"] * probe["failureThreshold"] >= 60, name
+            assert probe["timeoutSeconds"] >= 5, name
+        if name.endswith("redis/redis"):
+            assert "exec" in probe
+            assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}, "a second command every few seconds costs too much"
+
+
 def test_pod_disruption_budgets_never_block_a_lone_replica(rendering: Rendering) -> None:
     for budget in rendering.of_kind("PodDisruptionBudget"):
         assert budget["spec"]["maxUnavailable"] in (1, "50%")

@@ -86,6 +86,24 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"models": [MODEL | {"extraEnv": [{"name": "PYTHONPATH", "value": "/x"}]}]},
         "set connector.pythonPath instead",
     ),
+    "a second connector": (
+        {"models": [MODEL | {"extraArgs": ["--kv-transfer-config", "{}"]}]},
+        "models (tiny): extraArgs has --kv-transfer-config, but one vLLM has one connector",
+    ),
+    "a second connector by its members": (
+        {"modelDefaults.extraArgs": ["--kv_transfer_config.kv_role=kv_both"], "models": [MODEL]},
+        "one vLLM has one connector",
+    ),
+    "vLLM's own offloading": ({"models": [MODEL | {"extraArgs": ["--kv-offloading-size=10"]}]}, "one vLLM has one connector"),
+    "a vLLM over several nodes": (
+        {"models": [MODEL | {"extraArgs": ["--pipeline-parallel-size", "2", "--nnodes", "2"]}]},
+        "models (tiny): extraArgs starts one vLLM on several nodes",
+    ),
+    "a vLLM over several nodes in one word": ({"models": [MODEL | {"extraArgs": ["--node-rank=1"]}]}, "on several nodes"),
+    "a vLLM over several nodes by Ray": (
+        {"models": [MODEL | {"extraArgs": ["--distributed-executor-backend", "ray"]}]},
+        "on several nodes",
+    ),
     "LMCache clients without a policy": (COMPAT | {"networkPolicy.enabled": False}, "nothing else keeps strangers from that port"),
     "LMCache clients from nowhere": ({"storage.compat.enabled": True}, "name the pods that run LMCache"),
     "LMCache clients as our own tenant": (COMPAT | {"storage.compat.tenant": "default"}, "a tenant of their own"),
@@ -110,6 +128,10 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     ),
 }
 OF_ONE_SENTENCE = {
+    "a second connector by its members": "a second connector",
+    "vLLM's own offloading": "a second connector",
+    "a vLLM over several nodes in one word": "a vLLM over several nodes",
+    "a vLLM over several nodes by Ray": "a vLLM over several nodes",
     "a lookup that is killed while it answers": "a storage that is killed while it drains",
     "a sidecar that is killed while it drains": "a storage that is killed while it drains",
     "a CPU request of nothing": "no CPU request",
@@ -125,6 +147,39 @@ OF_ONE_SENTENCE = {
 def test_refused(chart: Chart, what: str) -> None:
     values, sentence = REFUSED[what]
     assert sentence in chart.refuse(values)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"connector": {"enabled": False}, "extraArgs": ["--kv-transfer-config", "{}"]},
+        {"extraArgs": ["--pipeline-parallel-size", "2", "--distributed-executor-backend", "mp", "--kv-cache-dtype", "fp8"]},
+    ],
+)
+def test_a_connector_of_ones_own_and_several_gpus_of_a_node_are_taken(chart: Chart, model: Manifest) -> None:
+    args = next(one["args"] for name, one in chart.render({"models": [MODEL | model]}).containers() if name.endswith("/vllm"))
+    assert args[-len(model["extraArgs"]) :] == model["extraArgs"]
+
+
+@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+def test_without_a_registry_one_sentence_says_what_is_missing(chart: Chart, helm: str) -> None:
+    """Nodes would look for the images at Docker Hub, where they are not."""
+    answer = chart.template({"images.registry": ""}, (), helm)
+    assert answer.returncode != 0
+    assert "images.registry is empty, and the images of this project are in no public registry: build and push them" in answer.stderr
+    own = {f"{name}.image.registry": "mine" for name in ("storage", "lookup", "broker")}
+    assert chart.template(own | {"images.registry": ""}, (), helm).returncode == 0, "each may have its own"
+
+
+def test_a_fraction_is_a_number(chart: Chart) -> None:
+    """`--set` makes a string of it, which README says."""
+    rendering = chart.render({"storage.config.memory_gb": 0.5})
+    assert "memory_gb: 0.5" in rendering.get("ConfigMap", "storage")["data"]["config.yaml"]
+    answer = chart.run("template", "cache", str(chart.path), "--set", "storage.config.memory_gb=0.5")
+    assert "memory_gb" in answer.stderr
+    assert "number" in answer.stderr
+    readme = " ".join((chart.path / "README.md").read_text(encoding="utf-8").split())
+    assert "`--set` passes 0.5 as a string" in readme
 
 
 def test_every_contradiction_is_tested(chart: Chart) -> None:

@@ -35,18 +35,22 @@ def container_of(rendering: Rendering, name: str) -> Manifest:
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])
 def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -> None:
     """Helm 4 applies on the server, where a field that two set to different values is a conflict: the upgrade fails."""
-    assert "replicas" not in chart.render({"models": [MODEL]}, helm=helm).get(SCALED[name], name)["spec"]
     value = "modelDefaults.replicaCount" if name.startswith("vllm") else f"{name}.replicaCount"
+    assert "replicas" not in chart.render({"models": [MODEL], value: None}, helm=helm).get(SCALED[name], name)["spec"]
     for number in (0, 3):
         given = chart.render({"models": [MODEL], value: number}, helm=helm)
         assert given.get(SCALED[name], name)["spec"]["replicas"] == number
 
 
-def test_nothing_sets_replicas_unless_it_is_told(chart: Chart) -> None:
-    """The bundled Redis neither: who scales it to none and back, to see what happens, would own the field."""
+def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_told(chart: Chart) -> None:
+    """
+    One lookup, or one broker, would be away for as long as a drained node or a killed pod takes. The bundled Redis has no number
+    either: who scales it to none and back, to see what happens, would own the field.
+    """
     workloads = chart.render({"models": [MODEL]}).workloads()
     assert len(workloads) == 5
-    assert [one["metadata"]["name"] for one in workloads if "replicas" in one["spec"]] == []
+    replicas = {one["metadata"]["name"]: one["spec"]["replicas"] for one in workloads if "replicas" in one["spec"]}
+    assert replicas == {"cache-lmcache-lookup": 2, "cache-lmcache-broker": 2}
 
 
 @pytest.mark.parametrize("name", ["storage", "lookup", "broker"])

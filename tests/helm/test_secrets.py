@@ -20,6 +20,8 @@ import pytest
 import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
+from tests.helm.conftest import SET_REGISTRY
+
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
@@ -69,8 +71,16 @@ RESOURCES = {
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
-    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
+    "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
+    "rbac.authorization.k8s.io/v1": {
+        "roles": "Role",
+        "rolebindings": "RoleBinding",
+        "clusterroles": "ClusterRole",
+        "clusterrolebindings": "ClusterRoleBinding",
+    },
+    "admissionregistration.k8s.io/v1": {"mutatingwebhookconfigurations": "MutatingWebhookConfiguration"},
 }
+OF_THE_CLUSTER = ("clusterroles", "clusterrolebindings", "mutatingwebhookconfigurations")
 
 
 def discovery() -> dict[str, Manifest]:
@@ -78,7 +88,8 @@ def discovery() -> dict[str, Manifest]:
     groups = []
     answers: dict[str, Manifest] = {}
     for group_version, kinds in RESOURCES.items():
-        listed = [{"name": name, "namespaced": True, "kind": kind, "verbs": ["get", "list", "create"]} for name, kind in kinds.items()]
+        verbs = ["get", "list", "create"]
+        listed = [{"name": name, "namespaced": name not in OF_THE_CLUSTER, "kind": kind, "verbs": verbs} for name, kind in kinds.items()]
         answers[f"/apis/{group_version}"] = {"kind": "APIResourceList", "groupVersion": group_version, "resources": listed}
         version = {"groupVersion": group_version, "version": "v1"}
         groups.append({"name": group_version.partition("/")[0], "versions": [version], "preferredVersion": version})
@@ -134,7 +145,8 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
 
 def run_against(chart: Chart, kubeconfig: Path, helm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Render the chart where `FakeCluster` can be asked."""
-    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server", *arguments]
+    command = [str(chart.helms[helm]), "template", "cache", str(chart.path), "--namespace", "inference", "--dry-run=server"]
+    command += [*SET_REGISTRY, *arguments]
     command.append("--disable-openapi-validation")  # which the stand-in does not serve
     home = kubeconfig.parent
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "KUBECONFIG": str(kubeconfig)}

@@ -16,10 +16,12 @@ from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
+from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
 
+__all__ = ["kubeconfig"]
 CASES = ["webhook", "webhook-cert-manager"]
 ON = {"webhook.enabled": True}
 ENCRYPTED = {"tls.enabled": True, "tls.existingSecret": "t"}
@@ -190,6 +192,23 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(annotations["helm.sh/hook"].split(","))
         assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
         assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), "the account is there before the job"
+
+
+@pytest.mark.parametrize("helm", ["helm3", "helm4"])
+def test_an_upgrade_runs_one_job_where_the_certificate_is_there(chart: Chart, kubeconfig: Path, helm: str) -> None:
+    """Each costs the start of a pod, for which the upgrade waits."""
+
+    def events() -> set[frozenset[str]]:
+        answer = run_against(chart, kubeconfig, helm, "--set", "webhook.enabled=true")
+        assert answer.returncode == 0, answer.stderr
+        found = [one["metadata"].get("annotations", {}) for one in yaml.safe_load_all(answer.stdout) if one]
+        return {frozenset(one["helm.sh/hook"].split(",")) for one in found if "install" in one.get("helm.sh/hook", "")}
+
+    after = {"post-install", "post-upgrade", "post-rollback"}
+    assert events() == {frozenset(after | {"pre-install", "pre-upgrade", "pre-rollback"})}
+    name = "cache-lmcache-webhook-tls"
+    FakeCluster.objects[f"secrets/{name}"] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+    assert events() == {frozenset(after)}
 
 
 def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(rendering: Rendering, chart: Chart) -> None:

@@ -10,6 +10,9 @@ Takes: root, image (registry, repository, tag, digest); own (optional): true for
 {{- if .own -}}
 {{- $registry = default $shared.registry $registry -}}
 {{- $tag = default (default .root.Chart.AppVersion $shared.tag) $tag -}}
+{{- if not $registry -}}
+{{- fail "images.registry is empty, and the images of this project are in no public registry: build and push them (`TAG=… REGISTRY=registry.example.com/lmcache docker buildx bake --push`), then set images.registry to that registry." -}}
+{{- end -}}
 {{- end -}}
 {{- $name := .image.repository -}}
 {{- if not (or $tag .image.digest) -}}

@@ -9,7 +9,7 @@ kind: Deployment
 metadata:
   {{- include "lmcache-common.metadata" . | nindent 2 }}
 spec:
-  {{- with include "lmcache-common.replicas" .values.replicaCount }}
+  {{- with include "lmcache-common.replicas" (ternary nil .values.replicaCount .values.autoscaling.enabled) }}
   {{- . | nindent 2 }}
   {{- end }}
   selector:

@@ -1,13 +1,3 @@
-{{/* Metadata of what `helm test` makes. Takes: root, component, name (optional), weight. */}}
-{{- define "lmcache.releaseTestMetadata" -}}
-{{ include "lmcache-common.metadata" . }}
-annotations:
-  helm.sh/hook: test
-  helm.sh/hook-weight: {{ .weight | quote }}
-  # What ran stays, for `helm test --logs`.
-  helm.sh/hook-delete-policy: before-hook-creation
-{{- end -}}
-
 {{/* What it asks. Takes: root. */}}
 {{- define "lmcache.releaseTestArguments" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}

@@ -14,6 +14,16 @@
 {{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
 {{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
 {{- end }}
+{{- $words := concat .command .extraArgs }}
+{{- $line := printf " %s " (join " " $words) }}
+{{- range $words }}
+{{- if and $.connector.enabled (regexMatch "^--kv[-_](transfer[-_]config|offloading[-_](size|backend))" .) }}
+{{- fail (printf "%s: extraArgs has %s, but one vLLM has one connector, and the chart sets it: leave it out and set connector.options, or set connector.enabled=false." $name .) }}
+{{- end }}
+{{- end }}
+{{- if regexMatch " (--nnodes|-n|--node[-_]rank|-r|--master[-_]addr|--headless)[ =]| --distributed[-_]executor[-_]backend[ =]ray " $line }}
+{{- fail (printf "%s: extraArgs starts one vLLM on several nodes, but each pod of the chart is a vLLM of its own: use the GPUs of one node (--tensor-parallel-size, --pipeline-parallel-size), or a LeaderWorkerSet of yours with the webhook (docs/injection.md)." $name) }}
+{{- end }}
 {{- range .extraEnv }}
 {{- if and (eq .name "PYTHONPATH") $.connector.enabled }}
 {{- fail (printf "%s: extraEnv sets PYTHONPATH, which would hide what the cache brings: set connector.pythonPath instead." $name) }}

@@ -13,7 +13,8 @@
 {{- $shared := .root.Values.autoscaling }}
 {{- $load := and (eq $shared.kind "keda") $scaling.loadPerPod }}
 {{- if $scaling.enabled }}
-{{- if not (kindIs "invalid" .values.replicaCount) }}
+{{- /* Where a number is the default, the autoscaler wins instead. */}}
+{{- if not (or (has .name (list "lookup" "broker")) (kindIs "invalid" .values.replicaCount)) }}
 {{- fail (printf "%s.autoscaling is enabled, but %s.replicaCount is %v: leave it null, since two would own the number of pods." .name .name .values.replicaCount) }}
 {{- end }}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
