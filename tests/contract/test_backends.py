@@ -15,13 +15,11 @@ from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.wrappers import (
     BreakerBackend,
-    DeadlineBackend,
     EncodedBackend,
     FaultPlan,
     FaultyBackend,
     LoggedBackend,
     MeteredBackend,
-    RetryBackend,
     TracedBackend,
     WrapperBackend,
     lister_of,
@@ -36,14 +34,12 @@ CAPACITY_BYTES = 4 << 20
 WRAPPERS: dict[str, Callable[[StorageBackend], StorageBackend]] = {
     "nothing added": WrapperBackend,
     "breaker": BreakerBackend,
-    "deadline": lambda backend: DeadlineBackend(backend, timeout_s=10),
     "logged": LoggedBackend,
     "metered": MeteredBackend,
     "traced": TracedBackend,
-    "retry": RetryBackend,
     "faults": lambda backend: FaultyBackend(backend, FaultPlan(seed=0)),
     "encoded, nothing to encode": lambda backend: EncodedBackend(backend, Codecs({})),
-    "all": lambda backend: LoggedBackend(MeteredBackend(BreakerBackend(RetryBackend(DeadlineBackend(backend, timeout_s=10))))),
+    "all": lambda backend: BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(backend)))),
 }
 
 

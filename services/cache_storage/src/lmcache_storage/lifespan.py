@@ -22,7 +22,7 @@ from lmcache_core.storage.local_store import LocalStore
 from lmcache_core.storage.pin_board import PinBoard
 from lmcache_core.storage.served_door import ServedDoor
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.wrappers import BreakerBackend, LoggedBackend, MeteredBackend, TracedBackend
+from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions, LoggedBackend, MeteredBackend, TracedBackend
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import LmServer, ServedStore, ServerLimits
 from lmcache_servicekit.audit import handover_audit
@@ -49,6 +49,8 @@ from lmcache_storage.settings import StorageSettings
 
 CLIENT_TIMEOUT_S = 1.0
 PIN_CHECK_S = 1.0
+BUCKET_CALLS = 6
+"""Requests, one after the other, that a call of the bucket's tier may take; each has `s3_timeout_s`."""
 PENDING_S3_SHARE = 8
 """What waits to be written to the bucket may hold one part in this many of the memory: less than handovers wait for."""
 
@@ -81,7 +83,13 @@ class _Opening:
         hot, disk = await self._make_tiers()
         below = None if disk is None else BreakerBackend(TracedBackend(MeteredBackend(disk)))
         bucket = create_s3_backend(settings)
-        further = None if bucket is None else BreakerBackend(TracedBackend(LoggedBackend(MeteredBackend(bucket))))
+        further = (
+            None
+            if bucket is None
+            else BreakerBackend(
+                TracedBackend(LoggedBackend(MeteredBackend(bucket))), options=BreakerOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)
+            )
+        )
         slower = [tier for tier in (below, further) if tier is not None]
         pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
         stack = TierStack(hot, slower, listener=self._announcer, pending_bytes=pending_bytes)

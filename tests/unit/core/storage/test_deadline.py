@@ -1,17 +1,19 @@
-"""The deadline: what is late is a miss, and its memory comes back."""
+"""The deadline of every call of a tier: what is late is a miss, and its memory comes back."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions, DeadlineBackend
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend
+from lmcache_core.storage.wrappers import BreakerBackend, BreakerOptions
+from lmcache_core.storage.wrappers import breaker as module
 from lmcache_core.testing.chunks import make_chunk, make_key
 
 from tests.fixtures.wire import Arena
@@ -26,7 +28,6 @@ class Slow(StorageBackend):
 
     def __init__(self) -> None:
         self.wait_s = 10.0
-        self.error: Exception | None = None
 
     async def open(self) -> None: ...
 
@@ -55,15 +56,33 @@ class Slow(StorageBackend):
         return len(keys)
 
     async def clear(self, tenant: str | None = None) -> int:
+        await self._wait()
         return 3
 
     def stats(self) -> dict[str, int]:
         return {"num_chunks": 5}
 
     async def _wait(self) -> None:
-        if self.error is not None:
-            raise self.error
         await asyncio.sleep(self.wait_s)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class HangingFiles(DiskFiles):
+    """Reads wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
+        self.may_read.wait(30)
+        return super().read(fd, buffer, at)
 
 
 @pytest.fixture
@@ -72,21 +91,25 @@ def inner() -> Slow:
 
 
 @pytest.fixture
-def backend(inner: Slow) -> DeadlineBackend:
-    return DeadlineBackend(inner, 0.02)
+def backend(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> BreakerBackend:
+    monkeypatch.setattr(module, "CLEAR_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(module, "READ_GRACE_S", 0.0)
+    return BreakerBackend(inner, options=BreakerOptions(num_failures=5, timeout_s=0.02))
 
 
-async def test_late_calls_are_misses_and_give_their_memory_back(backend: DeadlineBackend) -> None:
+async def test_late_calls_are_misses_and_give_their_memory_back(backend: BreakerBackend) -> None:
     arena = Arena()
-    assert await backend.batched_get(KEYS, arena) == [Miss(MissReason.DEADLINE)] * 2
+    assert await backend.batched_get(KEYS, arena) == [Miss(MissReason.UNAVAILABLE)] * 2
+    assert await backend.batched_get(KEYS, arena, timeout_s=0.01) == [Miss(MissReason.UNAVAILABLE)] * 2
     arena.check_empty()
     assert await backend.batched_contains(KEYS) == [False, False]
-    assert await backend.batched_put([make_chunk(1)]) == [False]
     assert await backend.batched_remove(KEYS) == 0
-    assert backend.stats() == {"num_chunks": 5, "late_calls": 4}
+    assert backend.stats()["breaker_open"] == 0
+    assert await backend.clear() == 0
+    assert backend.stats()["breaker_open"] == 1
 
 
-async def test_calls_in_time_pass(backend: DeadlineBackend, inner: Slow) -> None:
+async def test_calls_in_time_pass(backend: BreakerBackend, inner: Slow) -> None:
     inner.wait_s = 0
     await backend.open()
     arena = Arena()
@@ -101,15 +124,7 @@ async def test_calls_in_time_pass(backend: DeadlineBackend, inner: Slow) -> None
     await backend.close()
 
 
-@pytest.mark.parametrize("error", [UnavailableError("gone"), TimeoutError("of its own")])
-async def test_errors_from_inside_pass(backend: DeadlineBackend, inner: Slow, error: Exception) -> None:
-    inner.error = error
-    with pytest.raises(type(error)):
-        await backend.batched_contains(KEYS)
-    assert backend.stats()["late_calls"] == 0
-
-
-async def test_a_cancelled_call_is_cancelled(backend: DeadlineBackend) -> None:
+async def test_a_cancelled_call_is_cancelled(backend: BreakerBackend) -> None:
     task = asyncio.create_task(backend.batched_contains(KEYS))
     await asyncio.sleep(0)
     task.cancel()
@@ -117,22 +132,48 @@ async def test_a_cancelled_call_is_cancelled(backend: DeadlineBackend) -> None:
         await task
 
 
-async def test_one_line_per_change(backend: DeadlineBackend, inner: Slow, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    for wait_s in (10, 10, 0, 0, 10):
-        inner.wait_s = wait_s
-        await backend.batched_contains(KEYS)
-    assert [record.getMessage() for record in caplog.records] == [
-        "tier Slow does not answer within 0.020 s",
-        "tier Slow answers in time again; 2 calls were late so far",
-        "tier Slow does not answer within 0.020 s",
-    ]
+async def test_what_is_put_and_removed_adds_to_the_time_by_its_size(inner: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = make_chunk(1)
+    inner.wait_s = 0.2
+    backend = BreakerBackend(inner, options=BreakerOptions(timeout_s=0.01))
+    monkeypatch.setattr(module, "MIN_BYTES_PER_S", chunk.num_bytes / 10)
+    assert await backend.batched_put([chunk]) == [True]
+    monkeypatch.setattr(module, "REMOVAL_S", 10)
+    assert await backend.batched_remove(KEYS) == 2
 
 
-async def test_a_breaker_around_it_opens_on_late_gets(backend: DeadlineBackend) -> None:
-    breaker = BreakerBackend(backend, options=BreakerOptions(num_failures=2))
-    arena = Arena()
-    for _ in range(2):
-        assert await breaker.batched_get(KEYS, arena) == [Miss(MissReason.DEADLINE)] * 2
-    assert await breaker.batched_get(KEYS, arena) == [Miss(MissReason.BREAKER_OPEN)] * 2
-    arena.check_empty()
+async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner: Slow) -> None:
+    clock = Clock()
+    backend = BreakerBackend(inner, clock, BreakerOptions(timeout_s=0.02, cool_down_s=1.0))
+    assert await backend.batched_put([make_chunk(1)]) == [False]
+    assert backend.stats() == {"num_chunks": 5, "breaker_open": 1, "breaker_openings": 1}
+    inner.wait_s = 0
+    assert await backend.batched_put([make_chunk(1)]) == [False], "not asked"
+    clock.now = 1.1
+    assert await backend.batched_contains(KEYS) == [True, True], "reads go on, and prove nothing for writes"
+    assert backend.is_open
+    inner.wait_s = 10.0
+    assert await backend.batched_put([make_chunk(1)]) == [False], "a probe that hangs again"
+    inner.wait_s = 0
+    clock.now = 2.2
+    assert await backend.batched_put([make_chunk(1)]) == [False], "after twice the time"
+    clock.now = 3.3
+    assert await backend.batched_put([make_chunk(1)]) == [True]
+    assert not backend.is_open
+
+
+async def test_what_a_tier_answers_from_memory_excuses_no_hung_read(tmp_path: Path) -> None:
+    """The index of a disk tier says what is there, however long the disk hangs."""
+    files = HangingFiles()
+    disk = LocalDiskBackend(tmp_path, 1 << 20, files=files)
+    backend = BreakerBackend(disk, options=BreakerOptions(num_failures=3))
+    await backend.open()
+    await backend.batched_put([make_chunk(1)])
+    files.may_read.clear()
+    for _ in range(3):
+        assert await backend.batched_contains(KEYS) == [True, False]
+        assert await backend.batched_get([make_key("never stored")], Arena()) == [Miss(MissReason.NEVER_STORED)]
+        assert await backend.batched_get(KEYS[:1], Arena(), timeout_s=0.11) == [Miss(MissReason.DEADLINE)]
+    assert backend.is_open
+    files.may_read.set()
+    await backend.close()

@@ -12,6 +12,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.storage import write_behind
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -195,7 +196,8 @@ async def test_a_cancelled_read_gives_its_memory_back(stack: TierStack, disk: Di
     disk.delay_s = 0.0
 
 
-async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierStack, disk: Disk) -> None:
+async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierStack, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "MAX_WAITING_NAMES", 100)
     disk.delay_s = 30.0
     names = [f"n{i}" for i in range(700)]
     assert all(await put(stack, *names[:300]))
@@ -205,6 +207,64 @@ async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(stack: TierS
     assert figures["dropped_writes"] > 0
     assert not await stack.drain(0.05)
     disk.delay_s = 0.0
+
+
+async def test_a_store_longer_than_the_bound_is_written_in_turns(stack: TierStack, disk: Disk) -> None:
+    """A prompt of a million tokens has 4,096 chunks; what waits may pin but half of the memory."""
+    names = [f"n{i}" for i in range(600)]
+    assert all(await put(stack, *names))
+    assert stack.num_pending_bytes <= ARENA_BYTES // 2
+    assert await stack.drain(30.0)
+    assert await disk.batched_contains([make_key(name) for name in names]) == [True] * len(names)
+    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
+
+
+async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(stack: TierStack, disk: Disk) -> None:
+    names = [f"n{i}" for i in range(600)]
+    disk.delay_s = 0.05
+    assert all(await put(stack, *names))
+    stack.hot.clear_now()
+    disk.delay_s = 0.0
+    assert await stack.drain(30.0)
+    kept = await disk.batched_contains([make_key(name) for name in names])
+    num_kept = sum(kept)
+    assert 0 < num_kept < len(names)
+    assert kept == [True] * num_kept + [False] * (len(names) - num_kept), "a prefix"
+    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == len(names) - num_kept
+
+
+async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(arena: ArenaAllocator, disk: Disk) -> None:
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
+    await stack.open()
+    sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
+    chunks = [make_chunk(i, payload=make_payload(i, size)) for i, size in enumerate(sizes)]
+    await stack.batched_put(chunks)
+    assert await stack.drain(30.0)
+    kept = await disk.batched_contains([chunk.key for chunk in chunks])
+    assert kept == sorted(kept, reverse=True), "nothing behind the first that found no room"
+    assert not kept[-1]
+    await stack.close()
+
+
+async def test_slower_tiers_share_what_may_wait(arena: ArenaAllocator, tmp_path: Path) -> None:
+    disks = [Disk(tmp_path / name, 1 << 22) for name in ("a", "b")]
+    disks[1].name = "OtherDisk"
+    for disk in disks:
+        disk.delay_s = 30.0
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
+    await stack.open()
+    await put(stack, *[f"n{i}" for i in range(600)])
+    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
+    await stack.close()
+
+
+async def test_what_waits_by_name_and_is_removed_is_not_written(stack: TierStack, disk: Disk) -> None:
+    names = [f"n{i}" for i in range(600)]
+    assert all(await put(stack, *names))
+    await stack.clear()
+    assert await stack.drain(30.0)
+    assert not any(await disk.batched_contains([make_key(name) for name in names]))
+    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
 
 
 async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -> None:

@@ -1,16 +1,16 @@
-"""Wrappers that log, count, repeat and break."""
+"""Wrappers that log, count and break."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, MissReason, Result
 from lmcache_core.storage import LocalCPUBackend, LocalDiskBackend, StorageBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.wrappers import (
@@ -18,8 +18,6 @@ from lmcache_core.storage.wrappers import (
     FaultyBackend,
     LoggedBackend,
     MeteredBackend,
-    RetryBackend,
-    RetryOptions,
     WrapperBackend,
     lister_of,
 )
@@ -180,56 +178,6 @@ class TestMetered:
                 await tier.batched_contains([make_key(1)])
         assert (tier.stats()["contains_calls"], tier.stats()["contains_failures"]) == (2, 2)
         assert tier.stats()["contains_microseconds"] > 9_000
-
-
-RETRIED: dict[str, Callable[[StorageBackend], Awaitable[object]]] = {
-    "contains": lambda tier: tier.batched_contains([make_key(1)]),
-    "get": lambda tier: tier.batched_get([make_key(1)], Arena()),
-    "put": lambda tier: tier.batched_put([make_chunk(1)]),
-}
-
-
-class TestRetry:
-    OPTIONS = RetryOptions(max_tries=3, pause_s=0.001, pause_cap_s=0.002, max_total_s=0.2)
-
-    @pytest.mark.parametrize("call", RETRIED.values(), ids=RETRIED)
-    async def test_two_failures_are_not_seen(self, hot: LocalCPUBackend, call: Callable[[StorageBackend], Awaitable[object]]) -> None:
-        inner = Flaky(hot, 2)
-        tier = RetryBackend(inner, self.OPTIONS)
-        assert await call(tier) in ([False], [True], [Miss(MissReason.NEVER_STORED)])
-        assert (inner.num_calls, tier.stats()["retries"]) == (3, 2)
-
-    @pytest.mark.parametrize("call", RETRIED.values(), ids=RETRIED)
-    async def test_the_last_failure_is_reported(self, hot: LocalCPUBackend, call: Callable[[StorageBackend], Awaitable[object]]) -> None:
-        inner = Flaky(hot, 99)
-        with pytest.raises(UnavailableError, match="failure 3"):
-            await call(RetryBackend(inner, self.OPTIONS))
-        assert inner.num_calls == 3
-
-    async def test_a_removal_is_tried_once(self, hot: LocalCPUBackend) -> None:
-        inner = Flaky(hot, 1)
-        with pytest.raises(UnavailableError):
-            await RetryBackend(inner, self.OPTIONS).batched_remove([make_key(1)])
-        assert inner.num_calls == 1
-
-    async def test_each_try_has_what_is_left_of_the_callers_time(self, hot: LocalCPUBackend, arena: Arena) -> None:
-        inner = Flaky(hot, 2)
-        inner.hang_s = 0.01
-        await RetryBackend(inner, self.OPTIONS).batched_get([make_key(1)], arena, timeout_s=0.1)
-        first, second, third = inner.timeouts_s
-        assert 0.1 >= first > second + 0.009
-        assert second > third + 0.009
-
-    async def test_no_pause_goes_beyond_the_callers_time(self, hot: LocalCPUBackend, arena: Arena) -> None:
-        inner = Flaky(hot, 99)
-        with pytest.raises(UnavailableError, match="failure 1"):
-            await RetryBackend(inner, RetryOptions(pause_s=10)).batched_get([make_key(1)], arena, timeout_s=0.5)
-
-    async def test_a_call_never_lasts_longer_than_its_bound(self, hot: LocalCPUBackend) -> None:
-        inner = Flaky(hot)
-        inner.hang_s = 10
-        with pytest.raises(UnavailableError, match=r"no answer within 0\.2 s"):
-            await RetryBackend(inner, self.OPTIONS).batched_contains([make_key(1)])
 
 
 class TestFaulty:

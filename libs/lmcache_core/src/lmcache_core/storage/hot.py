@@ -161,10 +161,10 @@ class LocalCPUBackend(StorageBackend):
             return False
         return not of_all or of_all + num_bytes <= capacity - capacity // KEPT_SHARE
 
-    def get_many(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+    def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
         """The chunks that are held, None for the others; each with a reference of its own, owned by the caller.
 
-        Counts as an access to all of them, the last one first: of a chain of chunks the head is then the most recent.
+        Counts as an access to all of them (if it `is_access`), the last one first: of a chain of chunks the head is then the most recent.
         """
         with step("tier Hot get"), self._lock:
             gone = self._table.expire(MAX_EXPIRED_PER_CALL, keys)
@@ -172,7 +172,8 @@ class LocalCPUBackend(StorageBackend):
             for chunk in reversed(found):
                 if chunk is not None:
                     chunk.memory.ref_count_up()
-                    self._table.access(chunk.key)
+                    if is_access:
+                        self._table.access(chunk.key)
         self._report(gone)
         return found
 

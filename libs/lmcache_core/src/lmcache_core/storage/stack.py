@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -27,7 +28,7 @@ DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
 """What a tier may need to give back, at the deadline, what it has; one that needs longer loses that too."""
 DEFAULT_PENDING_SHARE = 2
-"""Writes that wait may hold one part in this many of the hot tier."""
+"""Writes that wait for all slower tiers together may hold one part in this many of the hot tier."""
 
 
 class StackListener(Protocol):
@@ -46,7 +47,8 @@ class TierStack:
         written: Those of them that every new chunk is written to; None means all.
         listener: Hears of chunks that tiers of this process have kept.
         keep_hot: Keep chunks in host memory; False uses it only on the way through.
-        pending_bytes: Bounds on the writes that wait, by tier; a part of the hot tier for those that are not named.
+        pending_bytes: Bounds on the writes that wait, by tier; equal parts of what `DEFAULT_PENDING_SHARE` leaves for
+            those that are not named.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class TierStack:
         self._listener = listener
         self._keep_hot = keep_hot
         self._lifts = Lifts()
-        share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE
         behind = self.lower if written is None else written
-        self._written_to = {tier.name: WriteBehind(tier, pending_bytes.get(tier.name, share), self._written) for tier in behind}
+        num_unnamed = sum(tier.name not in pending_bytes for tier in behind)
+        share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE // max(1, num_unnamed)
+        find = partial(hot.get_many, is_access=False) if keep_hot else None
+        self._written_to = {tier.name: WriteBehind(tier, pending_bytes.get(tier.name, share), self._written, find) for tier in behind}
         self._writers: dict[str, WriteBehind] = {}
 
     @property
@@ -163,12 +167,12 @@ class TierStack:
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Keep chunks hot and write them to the slower tiers in the background (chunks are borrowed)."""
         kept = self.hot.put_many(chunks) if self._keep_hot else [True] * len(chunks)
-        for chunk, is_kept in zip(chunks, kept, strict=True):
-            if is_kept:
-                if self._keep_hot:
-                    self._written(chunk, self.hot.name)
-                for writer in self._writers.values():
-                    writer.offer(chunk)
+        held = [chunk for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept]
+        if self._keep_hot:
+            for chunk in held:
+                self._written(chunk, self.hot.name)
+        for writer in self._writers.values():
+            writer.offer(held)
         return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None) -> int:

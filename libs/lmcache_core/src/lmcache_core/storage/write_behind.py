@@ -1,4 +1,4 @@
-"""Background writes to a slower tier: bounded in bytes and chunks, dropped and counted beyond, joined at close."""
+"""Background writes to a slower tier: bounded in bytes, dropped and counted beyond, joined at close."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
@@ -17,25 +16,44 @@ from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.lifts import IsUnwanted
 from lmcache_core.storage.sealing import seal_all
+from lmcache_core.storage.wrappers.breaker import breaker_of
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_CHUNKS = 1024
+MAX_WAITING_NAMES = 1 << 16
+"""Chunks beyond the bound in bytes that wait by name; a prompt of a million tokens has 4,096."""
 BATCH_CHUNKS = 16
+BATCH_BYTES = 128 << 20
+"""Bounds on one call of the tier, which has a deadline."""
+MAX_REFILL = 64
+"""Names looked up at once, on the event loop."""
+BYPASSED_SHARE = 8
+"""While the tier is bypassed, what waits may hold one part in this many of the bound."""
 RESTART_S = 1.0
+
+
+FindChunks = Callable[[Sequence[ChunkKey]], Sequence[Chunk | None]]
 
 
 class WriteBehind:
     """Writes chunks to one tier, later and in order.
 
+    A store that is longer than the bound is written in turns: its rest waits by name, and is taken from memory when there is room again.
+
     Args:
         backend: The tier.
         max_pending_bytes: Bound on the bytes that wait (each keeps its arena memory from being evicted).
         on_written: Called on the loop with every chunk that the tier has kept.
+        find: Gives chunks that are still in memory, a reference each; without it only what is within the bound is written.
     """
 
-    def __init__(self, backend: StorageBackend, max_pending_bytes: int, on_written: Callable[[Chunk, str], None]) -> None:
+    def __init__(
+        self, backend: StorageBackend, max_pending_bytes: int, on_written: Callable[[Chunk, str], None], find: FindChunks | None = None
+    ) -> None:
         self._backend = backend
+        self._breaker = breaker_of(backend)
+        self._find = find
+        self._later: deque[ChunkKey] = deque()
         self._max_pending_bytes = max_pending_bytes
         self._on_written = on_written
         self._pending: deque[Chunk] = deque()
@@ -56,18 +74,25 @@ class WriteBehind:
         """Start the writer."""
         self._tasks.repeat("writer", self._write_forever, RESTART_S)
 
-    def offer(self, chunk: Chunk) -> bool:
-        """Take a reference on the chunk and write it soon; False (counted) when the bound is reached or the writer is closed."""
-        size = chunk.num_bytes
-        if self._is_closed or len(self._pending) >= MAX_PENDING_CHUNKS or self.pending_bytes + size > self._max_pending_bytes:
-            self.num_dropped += 1
-            return False
-        chunk.memory.ref_count_up()
-        self.pending_bytes += size
-        self._pending.append(chunk)
-        self._idle.clear()
-        self._wake.set()
-        return True
+    def offer(self, chunks: Sequence[Chunk]) -> None:
+        """Write chunks soon, in order: as many from the first as there is room for, the others in later turns.
+
+        Takes a reference on each that waits. What can wait neither way, or comes after `close`, is dropped and counted.
+        """
+        num_taken = 0
+        if not self._is_closed and not self._later:
+            while num_taken < len(chunks) and self._has_room(chunks[num_taken]):
+                chunks[num_taken].memory.ref_count_up()
+                self._take(chunks[num_taken])
+                num_taken += 1
+        num_named = 0
+        if not self._is_closed and self._find is not None:
+            num_named = min(len(chunks) - num_taken, MAX_WAITING_NAMES - len(self._later))
+            self._later.extend(chunk.key for chunk in chunks[num_taken : num_taken + num_named])
+        self.num_dropped += len(chunks) - num_taken - num_named
+        if num_taken or num_named:
+            self._idle.clear()
+            self._wake.set()
 
     @contextmanager
     def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
@@ -91,6 +116,7 @@ class WriteBehind:
                 self._settle(chunk)
             else:
                 self._pending.append(chunk)
+        self._later = deque(key for key in self._later if not is_unwanted(key))
 
     async def arrived(self, is_unwanted: IsUnwanted, timeout_s: float) -> None:
         """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes longer is removed when it arrives."""
@@ -116,14 +142,19 @@ class WriteBehind:
             await self.drain(drain_s)
         self._is_closed = True
         await self._tasks.close()
-        self.num_dropped += len(self._pending)
+        self.num_dropped += len(self._pending) + len(self._later)
+        self._later.clear()
         while self._pending:
             self._settle(self._pending.popleft())
 
     async def _write_forever(self) -> None:
         while True:
+            self._refill()
             self._writing = self._next_batch()
             if not self._writing:
+                if not self._pending and self._later:  # a long store of which much has been evicted
+                    await asyncio.sleep(0)
+                    continue
                 if not self._pending:
                     self._idle.set()
                 await self._wake.wait()
@@ -141,8 +172,15 @@ class WriteBehind:
 
     def _next_batch(self) -> list[Chunk]:
         """The next chunks to write, which wait no more; those that are being removed from the tier stay."""
-        ready = (chunk for chunk in self._pending if not any(is_unwanted(chunk.key) for is_unwanted in self._removals.values()))
-        batch = list(islice(ready, BATCH_CHUNKS))
+        batch: list[Chunk] = []
+        num_bytes = 0
+        for chunk in self._pending:
+            if any(is_unwanted(chunk.key) for is_unwanted in self._removals.values()):
+                continue
+            num_bytes += chunk.num_bytes
+            if len(batch) == BATCH_CHUNKS or (batch and num_bytes > BATCH_BYTES):
+                break
+            batch.append(chunk)
         for chunk in batch:
             self._pending.remove(chunk)
         return batch
@@ -164,6 +202,32 @@ class WriteBehind:
                 self._on_written(chunk, self._backend.name)
             else:
                 self.num_failed += 1
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        bound = self._max_pending_bytes
+        if self._breaker is not None and self._breaker.is_open:
+            bound = min(bound, max(bound // BYPASSED_SHARE, chunk.num_bytes))  # enough for a probe
+        return self.pending_bytes + chunk.num_bytes <= bound
+
+    def _take(self, chunk: Chunk) -> None:
+        self.pending_bytes += chunk.num_bytes
+        self._pending.append(chunk)
+
+    def _refill(self) -> None:
+        """Take from memory what waits by name, as far as there is room; what has been evicted meanwhile is dropped and counted."""
+        for _ in range(min(len(self._later), MAX_REFILL)):
+            assert self._find is not None, "else nothing waits by name"
+            (chunk,) = self._find([self._later[0]])
+            if chunk is None:
+                self.num_dropped += 1
+            elif self._has_room(chunk):
+                self._take(chunk)
+            else:
+                chunk.release()
+                if self._pending:
+                    return
+                self.num_dropped += 1  # larger than the bound: there will never be room
+            self._later.popleft()
 
     def _settle(self, chunk: Chunk) -> None:
         self.pending_bytes -= chunk.num_bytes

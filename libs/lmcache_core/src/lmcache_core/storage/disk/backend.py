@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_NUM_THREADS = 4
 LOAD_WAIT_S = 1.0
 """How long `open` waits for the directory to be read; a large one goes on in the background."""
+ACQUIRE_WAIT_S = 5.0
+"""How long `open` waits for the directory to be made and locked."""
 CLOSE_WAIT_S = 10.0
 LOOK_AGAIN_S = 10.0
 """Between two looks at files that could not be read; longer where a look takes longer."""
@@ -105,16 +107,17 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._loop = asyncio.get_running_loop()
         self._pool.open()
         try:
-            await self._pool.run(self._acquire)
+            async with asyncio.timeout(ACQUIRE_WAIT_S):
+                await self._pool.run(self._acquire)
             self._loading = self._pool.submit(self._store.load)
             await wait_all([self._loading], LOAD_WAIT_S)
             if self._loading.done():
                 self._loading.result()
             else:
                 self._loading.add_done_callback(_log_failure)
-        except OSError as exc:
+        except OSError as exc:  # a timeout, too
             await self.close()
-            raise UnavailableError(f"disk path {self._layout.root}: {exc.strerror}") from exc
+            raise UnavailableError(f"disk path {self._layout.root}: {exc.strerror or 'no answer'}") from exc
         except BaseException:
             await self.close()
             raise
@@ -174,7 +177,12 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         if not self._takes_writes():
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
-        await wait_all(futures)
+        try:
+            await wait_all(futures)
+        except BaseException:
+            for future in futures:
+                future.cancel()  # one that has begun keeps its chunk's memory until it ends: the disk may still read it
+            raise
         return [not future.cancelled() and future.result() for future in futures]
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:

@@ -23,12 +23,14 @@ class DirectoryLock:
         self._fd: int | None = None
 
     def acquire(self) -> None:
-        """Lock.
+        """Lock; nothing to do where this object holds the lock already.
 
         Raises:
             ConfigError: Another process holds it.
             OSError: The file can neither be made nor opened.
         """
+        if self._fd is not None:
+            return
         fd = self._open()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

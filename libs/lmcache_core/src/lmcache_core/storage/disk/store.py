@@ -89,6 +89,7 @@ class DiskStore:
         self._unread: dict[Path, _Unread] = {}
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
+        self._writing: dict[object, ChunkKey] = {}
         self.is_loaded = False
 
     def load(self) -> None:
@@ -243,6 +244,8 @@ class DiskStore:
             if path is None:
                 continue
             with self._names_lock:
+                for write in [write for write, written in self._writing.items() if written == key]:
+                    del self._writing[write]
                 entry = self._index.remove(key)
                 if entry is not None:
                     self._unlink(path, entry.charge)
@@ -256,6 +259,8 @@ class DiskStore:
 
     def clear(self, tenant: str | None = None) -> int:
         """Remove everything (of that tenant); how many there were. What a directory holds that cannot be read stays."""
+        with self._names_lock:
+            self._writing = {write: key for write, key in self._writing.items() if tenant not in (None, key.tenant)}
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
             for path in list(self._unread):
@@ -290,15 +295,22 @@ class DiskStore:
             return False
         temporary = self._layout.new_temporary()
         is_committed = False
+        this_write = object()
         try:
+            with self._names_lock:
+                self._writing[this_write] = chunk.key
             write_record(self._files, temporary, chunk, self._fsync)
             with self._names_lock:
+                if this_write not in self._writing:
+                    return False  # removed meanwhile: a write that hung for long must not bring the chunk back
                 if self._index.wants(chunk.key, chunk.lossy):
                     name_record(self._files, temporary, path, self._layout.root, self._fsync)
                     self._forget(path)
                     self._index.commit(chunk.key, entry)
                     is_committed = True
         finally:
+            with self._names_lock:
+                self._writing.pop(this_write, None)
             if not is_committed:
                 self._discard(temporary, entry.charge, chunk.key.tenant)
         if self._fsync:

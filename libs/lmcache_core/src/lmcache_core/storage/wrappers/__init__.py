@@ -2,25 +2,20 @@
 
 from lmcache_core.storage.wrappers.base import WrapperBackend, lister_of
 from lmcache_core.storage.wrappers.breaker import BreakerBackend, BreakerOptions
-from lmcache_core.storage.wrappers.deadline import DeadlineBackend
 from lmcache_core.storage.wrappers.encoded import EncodedBackend
 from lmcache_core.storage.wrappers.faults import FaultPlan, FaultyBackend
 from lmcache_core.storage.wrappers.logged import LoggedBackend
 from lmcache_core.storage.wrappers.metered import MeteredBackend
-from lmcache_core.storage.wrappers.retry import RetryBackend, RetryOptions
 from lmcache_core.storage.wrappers.traced import TracedBackend
 
 __all__ = [
     "BreakerBackend",
     "BreakerOptions",
-    "DeadlineBackend",
     "EncodedBackend",
     "FaultPlan",
     "FaultyBackend",
     "LoggedBackend",
     "MeteredBackend",
-    "RetryBackend",
-    "RetryOptions",
     "TracedBackend",
     "WrapperBackend",
     "lister_of",

@@ -1,4 +1,4 @@
-"""A tier that may fail: its failures are misses, and while it keeps failing it is left alone."""
+"""A tier that may fail or hang: every call ends, failures are misses, and while it keeps failing it is left alone."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.wrappers.base import WrapperBackend
+from lmcache_core.storage.wrappers.base import WrapperBackend, lister_of
 
 logger = logging.getLogger(__name__)
 
 _TROUBLE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _MAX_EXPONENT = 32
+MIN_BYTES_PER_S = 8 << 20
+"""A tier that writes more slowly than this hangs, as far as its callers can tell."""
+REMOVAL_S = 0.01
+"""What the removal of one chunk may take."""
+CLEAR_TIMEOUT_S = 300.0
+READ_GRACE_S = 1.0
+"""What a get may need beyond its caller's limit to give back what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,14 @@ class BreakerOptions:
         cool_down_s: Wait before the first probe; doubles with each probe that fails.
         cool_down_cap_s: Longest wait.
         slow_call_s: A call that its caller gave up after at least this long counts as a failure.
+        timeout_s: Longest wait for a call that has no limit of its caller's; what is put or removed adds to it by its size.
     """
 
     num_failures: int = 5
     cool_down_s: float = 0.5
     cool_down_cap_s: float = 30.0
     slow_call_s: float = 0.1
+    timeout_s: float = 10.0
 
 
 class _State(StrEnum):
@@ -105,11 +114,13 @@ class _Attempt:
 
     Attributes:
         tells_nothing: It ended neither well nor badly.
+        is_hung: It was ended by the deadline of the guard.
     """
 
     def __init__(self) -> None:
         self.has_failed = False
         self.tells_nothing = False
+        self.is_hung = False
         self.cause = ""
 
     def fail(self, cause: str) -> None:
@@ -120,9 +131,12 @@ class _Attempt:
 class BreakerBackend(WrapperBackend):
     """Turns `UnavailableError` into misses, and after several failures in a row bypasses the tier until a probe succeeds.
 
-    A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a call that its
-    caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls return at once: misses
-    with reason `breaker_open`, False, 0.
+    Every call has a deadline. A get that brings no chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and
+    so is a call that its caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls
+    return at once: misses with reason `breaker_open`, False, 0.
+
+    One put that does not end opens a breaker for writes alone, which only a put closes: reads of such a tier may be sound, and what it
+    answers from memory proves nothing. A tier must be safe to abandon: what it still reads after a cancelled put it keeps referenced.
 
     Args:
         backend: What is wrapped.
@@ -134,17 +148,21 @@ class BreakerBackend(WrapperBackend):
         super().__init__(backend)
         self._options = options or BreakerOptions()
         self._breaker = _Breaker(backend.name, self._options, clock)
+        self._writes = _Breaker(f"{backend.name} (writes)", replace(self._options, num_failures=1), clock)
+        self._knows_its_keys = lister_of(backend) is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is bypassed."""
-        return self._breaker.is_open
+        """Whether the tier, or writes to it, are bypassed."""
+        return self._breaker.is_open or self._writes.is_open
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
         if self._breaker.admit():
-            async with self._attempt():
-                return await self._backend.batched_contains(keys)
+            async with self._attempt(self._options.timeout_s) as attempt:
+                found = await self._backend.batched_contains(keys)
+                attempt.tells_nothing = self._knows_its_keys  # answered from memory, whatever the device does
+                return found
         return [False] * len(keys)
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
@@ -152,50 +170,66 @@ class BreakerBackend(WrapperBackend):
         if not self._breaker.admit():
             return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
-        async with self._attempt() as attempt:
+        limit_s = self._options.timeout_s if timeout_s is None else max(0.0, timeout_s) + READ_GRACE_S
+        async with self._attempt(limit_s) as attempt:
             results = await self._backend.batched_get(keys, allocate, timeout_s)
             trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
             is_short = set(trouble) == {MissReason.DEADLINE} and timeout_s is not None and timeout_s < self._options.slow_call_s
-            if trouble and not any(isinstance(result, Chunk) for result in results):
-                attempt.tells_nothing = is_short
-                if not is_short:
+            if not any(isinstance(result, Chunk) for result in results):
+                attempt.tells_nothing = is_short if trouble else self._knows_its_keys
+                if trouble and not is_short:
                     attempt.fail(trouble[0].value)
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """See `StorageBackend.batched_put`."""
-        if self._breaker.admit():
-            async with self._attempt():
-                return await self._backend.batched_put(chunks)
-        return [False] * len(chunks)
+        kept = [False] * len(chunks)
+        if not self._writes.admit():
+            return kept
+        try:
+            if self._breaker.admit():
+                limit_s = self._options.timeout_s + sum(chunk.num_bytes for chunk in chunks) / MIN_BYTES_PER_S
+                async with self._attempt(limit_s) as attempt:
+                    kept = await self._backend.batched_put(chunks)
+                    self._writes.succeeded()
+                if attempt.is_hung:
+                    self._writes.failed(attempt.cause)
+        finally:
+            self._writes.gave_up()
+        return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `StorageBackend.batched_remove`."""
         if self._breaker.admit():
-            async with self._attempt():
+            async with self._attempt(self._options.timeout_s + REMOVAL_S * len(keys)):
                 return await self._backend.batched_remove(keys)
         return 0
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`."""
         if self._breaker.admit():
-            async with self._attempt():
+            async with self._attempt(CLEAR_TIMEOUT_S):
                 return await self._backend.clear(tenant)
         return 0
 
     def stats(self) -> dict[str, int]:
         """The backend's figures, whether the breaker is open now and how often it opened."""
-        return self._backend.stats() | {"breaker_open": int(self._breaker.is_open), "breaker_openings": self._breaker.num_opened}
+        num_opened = self._breaker.num_opened + self._writes.num_opened
+        return self._backend.stats() | {"breaker_open": int(self.is_open), "breaker_openings": num_opened}
 
     @asynccontextmanager
-    async def _attempt(self) -> AsyncIterator[_Attempt]:
-        """Judge the call inside by how it ends; swallows `UnavailableError`."""
+    async def _attempt(self, limit_s: float) -> AsyncIterator[_Attempt]:
+        """End the call inside after `limit_s` seconds, and judge it by how it ends; swallows `UnavailableError`."""
         attempt = _Attempt()
         began = self._breaker.now
+        limit = asyncio.timeout(limit_s)
         try:
-            yield attempt
+            async with limit:
+                yield attempt
         except (UnavailableError, TimeoutError) as exc:
-            self._breaker.failed(str(exc) or type(exc).__name__)
+            attempt.is_hung = limit.expired()
+            attempt.cause = f"no answer within {limit_s:.1f} s" if attempt.is_hung else str(exc) or type(exc).__name__
+            self._breaker.failed(attempt.cause)
         except asyncio.CancelledError:
             if self._breaker.now - began >= self._options.slow_call_s:
                 self._breaker.failed("given up by its caller")
@@ -212,3 +246,12 @@ class BreakerBackend(WrapperBackend):
                 self._breaker.gave_up()
             else:
                 self._breaker.succeeded()
+
+
+def breaker_of(backend: StorageBackend) -> BreakerBackend | None:
+    """The breaker among the wrappers of a tier."""
+    while isinstance(backend, WrapperBackend):
+        if isinstance(backend, BreakerBackend):
+            return backend
+        backend = backend.wrapped
+    return None
