@@ -7,9 +7,20 @@ import struct
 import pytest
 import xxhash
 from lmcache_core.errors import RecordError
-from lmcache_core.record import HEAD_ALIGN_BYTES, PREFIX_BYTES, RecordReason, decode_head, decode_prefix
+from lmcache_core.record import (
+    HEAD_ALIGN_BYTES,
+    PREFIX_BYTES,
+    Extension,
+    RecordHeader,
+    RecordReason,
+    TensorSpec,
+    decode_head,
+    decode_prefix,
+    encode_head,
+    payload_digest,
+)
 from lmcache_core.record.codec import CHECKSUM_BYTES
-from lmcache_core.testing.chunks import make_record
+from lmcache_core.testing.chunks import make_key, make_record
 
 
 def record_with(name: bytes, other: bytes) -> bytes:
@@ -42,3 +53,55 @@ def test_a_header_nested_deeper_than_any_stack_is_refused() -> None:
     with pytest.raises(RecordError) as refused:
         decode_head(covered + xxhash.xxh3_128_digest(covered))
     assert refused.value.reason is RecordReason.HEADER
+
+
+def sealed(covered: bytes) -> bytes:
+    return covered + xxhash.xxh3_128_digest(covered)
+
+
+def covered_of(head: bytes) -> bytes:
+    return head[:-CHECKSUM_BYTES]
+
+
+def encoded_header(tensors: tuple[TensorSpec, ...], extensions: tuple[Extension, ...] = ()) -> RecordHeader:
+    return RecordHeader(make_key("a").key.canonical(), "encoded", "", False, tensors, payload_digest(b""), extensions)
+
+
+def test_padding_that_is_not_zero_is_refused() -> None:
+    head = encode_head(encoded_header((TensorSpec("", "uint8", (9,), 0, 9),)), 9)
+    header_end = PREFIX_BYTES + decode_prefix(head).header_bytes
+    assert header_end < len(head) - CHECKSUM_BYTES, "there is padding"
+    for at in (header_end, len(head) - CHECKSUM_BYTES - 1):
+        covered = bytearray(covered_of(head))
+        covered[at] = 1
+        with pytest.raises(RecordError) as refused:
+            decode_head(sealed(bytes(covered)))
+        assert refused.value.reason is RecordReason.BOUNDS
+
+
+def test_a_head_of_one_unit_too_many_is_refused() -> None:
+    """Also where a whole unit is to spare, because the header fills the others exactly."""
+    tensors = (TensorSpec("", "uint8", (9,), 0, 9),)
+    for num_bytes in range(HEAD_ALIGN_BYTES):
+        head = encode_head(encoded_header(tensors, (Extension(7, False, bytes(num_bytes)),)), 9)
+        prefix = decode_prefix(head)
+        spare = prefix.head_bytes - PREFIX_BYTES - prefix.header_bytes - CHECKSUM_BYTES
+        longer = bytearray(covered_of(head) + bytes(HEAD_ALIGN_BYTES))
+        struct.pack_into("<H", longer, 6, len(head) // HEAD_ALIGN_BYTES + 1)
+        with pytest.raises(RecordError) as refused:
+            decode_head(sealed(bytes(longer)))
+        assert refused.value.reason is RecordReason.BOUNDS
+        if spare == 0:
+            return
+    raise AssertionError("no header filled its units exactly")
+
+
+@pytest.mark.parametrize("offset", [0, 5, 8])
+def test_tensors_that_overlap_are_refused(offset: int) -> None:
+    """Also encoded ones, whose lengths do not follow from their shapes."""
+    first, second = TensorSpec("", "uint8", (4,), 0, 9), TensorSpec("", "uint8", (4,), 9, 11)
+    encode_head(encoded_header((first, second)), 20)
+    overlapping = TensorSpec("", "uint8", (4,), offset, 20 - offset)
+    with pytest.raises(RecordError) as refused:
+        encoded_header((first, overlapping)).check(20)
+    assert refused.value.reason is RecordReason.BOUNDS

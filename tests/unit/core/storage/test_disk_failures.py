@@ -202,6 +202,15 @@ async def test_a_read_that_fails_is_a_miss(disk, files, code, reason, is_kept):
     assert await disk.batched_contains([make_key("a")]) == [is_kept]
 
 
+@pytest.mark.parametrize("more", [b"x", bytes(BLOCK_BYTES)])
+async def test_a_file_that_goes_on_behind_its_record_is_damaged(disk, more):
+    await disk.batched_put([make_chunk("a")])
+    with disk._layout.record(make_key("a")).open("ab") as file:
+        file.write(more)
+    assert await get(disk, "a") == [MissReason.CORRUPT]
+    disk._store._quarantine.remove_oldest()
+
+
 async def test_a_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))

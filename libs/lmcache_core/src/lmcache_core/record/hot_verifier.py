@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Sequence
 
 from lmcache_core.concurrency import Workers
@@ -18,14 +18,16 @@ class HotVerifier:
     """Decides, and checks.
 
     Args:
-        mode: "always", "sampled" (1 in 16) or "never".
+        mode: "always", "sampled" (a random one of each 16) or "never".
+        rng: Chooses which.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, rng: random.Random | None = None) -> None:
         if mode not in MODES:
             raise ConfigError(f"verify_hot={mode!r}: must be always, sampled or never")
         self.mode = mode
-        self._turns = itertools.count()
+        self._rng = rng or random.Random()  # noqa: S311 (a sample, not a secret)
+        self._left = self._chosen = 0
 
     @classmethod
     def lenient(cls, mode: str) -> HotVerifier:
@@ -46,7 +48,15 @@ class HotVerifier:
 
     def chooses(self) -> bool:
         """Whether the next chunk is one of those that are checked."""
-        return self.mode == "always" or (self.mode == "sampled" and next(self._turns) % SAMPLE_INTERVAL == 0)
+        return self.mode == "always" or (self.mode == "sampled" and self._is_sampled())
+
+    def _is_sampled(self) -> bool:
+        # Not each sixteenth: of prompts of 16 chunks that would always be the same one. Threads may race here:
+        # a group then has a chunk more or less.
+        if self._left <= 0:
+            self._left, self._chosen = SAMPLE_INTERVAL, self._rng.randrange(SAMPLE_INTERVAL)
+        self._left -= 1
+        return self._left == self._chosen
 
 
 def _is_intact(chunk: Chunk) -> bool:
