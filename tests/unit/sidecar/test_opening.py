@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.shared import ArenaFile
+from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.testing.chunks import make_chunk, make_key
 from lmcache_core.wire import LmClient
 from lmcache_servicekit.settings import load_settings
@@ -89,6 +91,22 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     assert 0.35 <= time.monotonic() - began < 2.0
     assert volume.attempts == -100 + 5, "at once, three times, and at the end"
     assert caplog.text.count("no room") == 1
+
+
+async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(tier: FileBackend) -> None:
+        raise ConfigError("refused")
+
+    (tmp_path / "shared").mkdir()
+    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBackend, "open", refuse)
+        with pytest.raises(ConfigError, match="refused"):
+            async with opening.lifespan(create_app(make_settings(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared"))):
+                pass
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmcache-disk")]
+    async with opening.lifespan(create_app(make_settings(tmp_path, **disk))):
+        """The directory is free again."""
 
 
 @pytest.mark.parametrize(

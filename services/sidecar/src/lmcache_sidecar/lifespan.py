@@ -195,8 +195,8 @@ class _Opening:
         maker = TierMaker(self._settings, self._announcer, codecs, self._token, self._tls)
         tiers = maker.make(keeper.allocator, keeper.on_kept, self._lookup, self._broker)
         stack = TierStack(tiers.hot, tiers.lower, written=tiers.written, listener=self._announcer)
-        await stack.open()
         self._exits.push_async_callback(stack.close)  # what can be written has been, by the drain
+        await stack.open()
         return stack, tiers
 
     async def _open_peer_server(self, parts: SidecarParts, codecs: Codecs, counters: Counters) -> None:
