@@ -140,6 +140,27 @@ def test_pinned_chunks_survive_memory_pressure(client: SidecarConnection) -> Non
     client.call(m.Release((chunk.pin,)), m.ReleaseOk)
 
 
+def test_pins_of_all_clients_leave_some_of_the_arena(sidecar: RunningSocket, client: SidecarConnection) -> None:
+    numbers = range(9)
+    for number in numbers:
+        assert put(client, number, bytes([number]) * 100_000)
+    others = [SidecarConnection(sidecar.path, HELLO, 5.0) for _ in range(2)]
+    for other in others:
+        other.open()
+    _, first = pinned_bytes(client, 0, 1, 2, 3)
+    _, same = pinned_bytes(others[0], 0, 1, 2, 3)
+    assert (len(first.chunks), len(same.chunks)) == (4, 4), "a chunk that two have pinned counts once"
+    _, more = pinned_bytes(others[1], 4, 5, 6, 7, 8)
+    assert (len(more.chunks), more.miss_reason) == (3, "no_memory"), "three quarters of a MiB hold seven"
+    client.call(m.Release(tuple(chunk.pin for chunk in first.chunks)), m.ReleaseOk)
+    assert pinned_bytes(client, 8)[1].miss_reason == "no_memory", "the other still has them"
+    others[0].close()
+    wait_for(lambda: len(sidecar.server.sessions) == 2)
+    assert len(pinned_bytes(client, 8)[1].chunks) == 1
+    others[1].close()
+    assert put(client, 20, bytes(100_000)), "the rest is for stores"
+
+
 def test_no_client_can_reserve_everything(sidecar: RunningSocket, client: SidecarConnection) -> None:
     answer = client.call(m.Reserve((100_000,) * 12), m.ReserveOk)
     granted = [r for r in answer.reservations if r is not None]

@@ -6,7 +6,7 @@ from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging_room import STAGED_SHARE, StagingRoom
 
 from lmcache_sidecar.socket.names import KeyMemo
-from lmcache_sidecar.socket.reservations import ReservationRoom
+from lmcache_sidecar.socket.reservations import KEPT_SHARE, ReservationRoom
 
 
 class Commons:
@@ -20,12 +20,14 @@ class Commons:
         names: Keys that were read.
         room: What tickets of all clients may hold together.
         reserved: What reservations of all clients may hold together.
+        pinned: What pins of all clients may hold together; a chunk that several pin counts once.
     """
 
     def __init__(self, tenant: str, arena_bytes: int) -> None:
         self.names = KeyMemo(tenant)
         self.room = StagingRoom(arena_bytes // STAGED_SHARE)
         self.reserved = ReservationRoom(arena_bytes)
+        self.pinned = StagingRoom(arena_bytes - arena_bytes // KEPT_SHARE)
         self._greeted: list[m.Hello] = []
 
     def greet(self, hello: m.Hello) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from lmcache_core.errors import ProtocolError, RecordError
 from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.staging_room import StagingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +25,13 @@ class Pins:
 
     Args:
         hot: The tier in whose arena the chunks are.
+        room: What this and other clients may pin together.
         ids: Where the names of pins come from.
     """
 
-    def __init__(self, hot: LocalCPUBackend, ids: Iterator[int]) -> None:
+    def __init__(self, hot: LocalCPUBackend, room: StagingRoom, ids: Iterator[int]) -> None:
         self._hot = hot
+        self._room = room
         self._ids = ids
         self._chunks: dict[int, Chunk] = {}
 
@@ -48,8 +52,19 @@ class Pins:
         if len(self._chunks) + num_chunks > MAX_PINS:
             raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
 
+    def fitting(self, results: list[Result]) -> list[Result]:
+        """Take room for the chunks in front of the first miss, each to be passed to `add`.
+
+        Chunks that find no room are given back and count as misses.
+        """
+        chunks = list(takewhile(lambda result: isinstance(result, Chunk), results))
+        num_fitting = self._room.take([chunk for chunk in chunks if isinstance(chunk, Chunk)], unit=1)
+        if num_fitting == len(chunks):
+            return results
+        return _cut(results, num_fitting)
+
     def add(self, chunk: Chunk) -> m.PinnedChunk:
-        """Pin a chunk; its reference passes to this object."""
+        """Pin a chunk that `fitting` has let through; its reference passes to this object."""
         handle = next(self._ids)
         self._chunks[handle] = chunk
         return m.PinnedChunk(handle, chunk.memory.metadata.address, chunk.memory.get_size(), chunk.head, chunk.tier)
@@ -59,6 +74,7 @@ class Pins:
         for handle in handles:
             chunk = self._chunks.pop(handle, None)
             if chunk is not None:
+                self._room.give([chunk])
                 chunk.release()
 
     async def reject(self, handles: Sequence[int]) -> int:
@@ -101,11 +117,15 @@ def fit_for_one_answer(results: list[Result]) -> list[Result]:
     for i, result in enumerate(results):
         room -= len(result.head) + MAX_PINNED_CHUNK_BYTES if isinstance(result, Chunk) else 0
         if room < 0:
-            for surplus in results[i:]:
-                if isinstance(surplus, Chunk):
-                    surplus.release()
-            return [*results[:i], Miss(MissReason.NO_MEMORY)]
+            return _cut(results, i)
     return results
+
+
+def _cut(results: list[Result], num_kept: int) -> list[Result]:
+    for surplus in results[num_kept:]:
+        if isinstance(surplus, Chunk):
+            surplus.release()
+    return [*results[:num_kept], Miss(MissReason.NO_MEMORY)]
 
 
 def _is_intact(chunk: Chunk) -> bool:

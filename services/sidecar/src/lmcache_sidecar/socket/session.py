@@ -40,7 +40,7 @@ class Session:
         self._commons = commons
         self._ids: Iterator[int] = itertools.count(1)
         self._reservations = Reservations(context, commons.reserved, self._ids)
-        self._pins = Pins(context.stack.hot, self._ids)
+        self._pins = Pins(context.stack.hot, commons.pinned, self._ids)
         self._staging = Staging(context.stack, context.tenant, commons.room, lambda lift: context.tasks.start("stage", lift))
         self._is_draining = False
         self._may_store = False
@@ -228,7 +228,7 @@ class Session:
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         timeout_s = request.deadline_ms / 1000
         got = await self._context.stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
-        results = fit_for_one_answer(got)
+        results = self._pins.fitting(fit_for_one_answer(got))
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
         pinned: list[m.PinnedChunk] = []
