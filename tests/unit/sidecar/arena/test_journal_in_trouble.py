@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena_locks import generations_in, join_generation
+from lmcache_core.memory.shared import NOT_NOW
 from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar.arena import books as books_module
 from lmcache_sidecar.arena import journal as journal_module
@@ -139,6 +141,40 @@ def test_a_journal_of_another_arena_that_cannot_be_removed_is_named(tmp_path: Pa
         ArenaStart(tmp_path)
     (tmp_path / FILE_NAME).rmdir()
     ArenaStart(tmp_path).stop()
+
+
+def test_what_stands_in_the_way_of_a_draft_is_named_and_not_the_journal(tmp_path: Path) -> None:
+    (tmp_path / f"{FILE_NAME}.new").mkdir()
+    with pytest.raises(ConfigError, match=rf"{FILE_NAME}\.new is of"):
+        ArenaStart(tmp_path)
+
+
+@pytest.mark.parametrize("code", sorted(NOT_NOW), ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [FILE_NAME, "kv.arena"])
+def test_a_start_that_cannot_open_what_is_there_just_now_loses_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """No descriptors, no memory: that says nothing about the arena. The start waits, and finds it again."""
+    leave(tmp_path, "ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing_for(tmp_path / name, code))
+        with pytest.raises(CapacityError):
+            ArenaStart(tmp_path)
+    second = ArenaStart(tmp_path)
+    second.recover()
+    assert second.served() == names_of(second, "ab")
+    second.stop()
+
+
+def failing_for(path: Path, code: int) -> Callable[..., int]:
+    opened = os.open
+
+    def failing(what: object, *arguments: int, **options: object) -> int:
+        if what == path:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(what, *arguments, **options)  # type: ignore[call-overload, no-any-return]
+
+    return failing
 
 
 def test_a_long_journal_is_written_anew_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

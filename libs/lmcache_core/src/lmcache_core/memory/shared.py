@@ -8,6 +8,7 @@ generation, in the same file where that fits: `arena_locks` tells when the clien
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -34,6 +35,9 @@ _MADV_POPULATE_WRITE = 23
 """Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it. Unlike a write it fails where there is
 no room."""
 _MAX_PAGE_BYTES = 1 << 30
+
+NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
+"""Errors of the environment, which may be gone in a moment."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +141,13 @@ class ArenaFile:
 
         Raises:
             ConfigError: The directory cannot be written to.
+            CapacityError: It cannot be opened just now, which says nothing about what is in it.
         """
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
+        except OSError as exc:
+            if exc.errno in NOT_NOW:
+                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
             return None
         try:
             status = os.fstat(fd)
@@ -153,6 +160,8 @@ class ArenaFile:
         except (OverflowError, ValueError):
             return None
         except OSError as exc:
+            if exc.errno in NOT_NOW:
+                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
             raise self._refused(exc) from exc
         finally:
             os.close(fd)

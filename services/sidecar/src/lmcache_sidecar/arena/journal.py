@@ -9,6 +9,9 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from lmcache_core.errors import CapacityError
+from lmcache_core.memory.shared import NOT_NOW
+
 from lmcache_sidecar.arena.entries import AnyEntry, JournalError, framed, read_entries
 
 logger = logging.getLogger(__name__)
@@ -103,6 +106,7 @@ class Journal:
 
         Raises:
             JournalError: There is none, or it is not to be trusted.
+            CapacityError: It cannot be opened just now, which says nothing about it.
         """
         data = b""
         try:
@@ -112,6 +116,8 @@ class Journal:
                     raise JournalError(f"{self.path} is not a file that this user alone may write")
                 data = file.read(2 * MAX_JOURNAL_BYTES + 1)
         except OSError as exc:
+            if exc.errno in NOT_NOW:
+                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
             raise JournalError(f"{self.path}: {exc.strerror}") from exc
         if len(data) > 2 * MAX_JOURNAL_BYTES:
             raise JournalError(f"{self.path} is longer than any that is written")

@@ -42,7 +42,7 @@ def open_arena(file: ArenaFile, recovers: bool) -> OpenedArena:
         recovers: Whether what is in it outlives this process, and what an earlier one has left is looked for.
 
     Raises:
-        CapacityError: The volume cannot hold it.
+        CapacityError: The volume cannot hold it, or what an earlier start has left cannot be opened just now.
         ConfigError: Another sidecar has it, or the directory cannot be written to.
     """
     journal = Journal(file.directory)
@@ -86,5 +86,5 @@ def _created(file: ArenaFile, journal: Journal, lock: FileLock) -> SharedArena:
     try:
         journal.discard()
     except OSError as exc:
-        raise ConfigError(f"{journal.path} is of another arena and cannot be removed: {exc.strerror}; remove it") from exc
+        raise ConfigError(f"{exc.filename} is of another arena and cannot be removed: {exc.strerror}; remove it") from exc
     return file.create(lock)
