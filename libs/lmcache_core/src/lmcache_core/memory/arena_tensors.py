@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,9 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena import touched_memory
 
 logger = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 64 << 30
+"""Registered in one call; drivers refuse calls of 512 GiB and more."""
 
 
 def host_arena(size: int) -> torch.Tensor:
@@ -64,20 +71,55 @@ def pin(arena: torch.Tensor, owner: object) -> bool:
         return False
     if arena.nbytes == 0:
         return False
-    code = int(_cuda_runtime().cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
-    if code != 0:
-        logger.warning(
-            "CUDA cannot pin the arena of %.2f GB (error %d): it is plain host memory, copies will be slower",
-            arena.nbytes / (1 << 30),
-            code,
-        )
-        return False
-    weakref.finalize(owner, _unpin, arena)  # holds the arena, so that its pages cannot go before they are unpinned
+    addresses: list[int] = []
+    for at in range(0, arena.nbytes, MAX_PIECE_BYTES):
+        address = arena.data_ptr() + at
+        code = int(_cuda_runtime().cudaHostRegister(address, min(MAX_PIECE_BYTES, arena.nbytes - at), 0))
+        if code != 0:
+            _unpin(arena, addresses)
+            _take_pending_error()
+            logger.warning(
+                "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f error=%d",
+                arena.nbytes / (1 << 30),
+                code,
+            )
+            return False
+        addresses.append(address)
+    # The finalizer holds the arena, so that its pages cannot go before they are unpinned.
+    weakref.finalize(owner, _unpin, arena, addresses)
     return True
 
 
-def _unpin(arena: torch.Tensor) -> None:
-    _cuda_runtime().cudaHostUnregister(arena.data_ptr())
+def _unpin(arena: torch.Tensor, addresses: list[int]) -> None:
+    for address in addresses:
+        _cuda_runtime().cudaHostUnregister(address)
+
+
+def _take_pending_error() -> int | None:
+    """Clear the error that the CUDA runtime keeps after a call that it refused.
+
+    Torch would raise it at its next call, at a place that has nothing to do with it. Torch's own binding
+    lacks the function, so it is looked up in the runtime that torch has loaded.
+
+    Returns:
+        The error; None where no runtime is loaded.
+    """
+    for name in _loaded_runtimes():
+        try:
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return int(library.cudaGetLastError())
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _loaded_runtimes() -> list[str]:
+    """Paths of the CUDA runtime libraries that this process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
+        return sorted(paths)
+    return []
 
 
 def _cuda_runtime() -> Any:
