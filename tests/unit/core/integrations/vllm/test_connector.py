@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from lmcache_core.errors import ConfigError
-from lmcache_core.integrations.vllm.plan import StepPlan
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
+from lmcache_core.integrations.vllm.worker import RefusingWorker
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import scripted_sidecar
+from tests.fixtures.sidecar import running_socket
 from tests.fixtures.vllm_engine import FULL, Shape, running, window
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
@@ -79,7 +81,8 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
         assert connector.get_transfer_results(set()).finished_recving == set()
         assert connector.get_finished(set()) == (None, None)
         assert connector.get_block_ids_with_load_errors() == set()
-        assert connector.build_connector_worker_meta() is None
+        report = connector.build_connector_worker_meta()
+        assert report is None if role is module.base.KVConnectorRole.SCHEDULER else report.is_out
         connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
         assert connector.request_finished_all_groups(request, ([],)) == (False, None)
         assert list(connector.take_events()) == []
@@ -87,6 +90,37 @@ def test_a_model_that_cannot_be_cached_is_served_without(module: ModuleType, mod
         assert connector.reset_cache()
         connector.shutdown()
     assert caplog.text.count("served without the cache") == 2
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, model: Path, is_async: bool) -> None:
+    """The scheduler's side has opened, and promises what other pods have stored: the request would wait for ever."""
+    caches = kv_cache_config(PLAIN)
+    (group,) = caches.kv_cache_groups
+    spec, other = group.kv_cache_spec, type("MambaSpec", (SimpleNamespace,), {})(block_size=4)
+    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=dict(zip(group.layer_names, (spec, other), strict=True)))
+    config = vllm_config(PLAIN, model, embedded(), 0)
+    worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, caches)
+    worker.register_kv_caches(RankMemory(PLAIN).by_name)
+    run = ChunkRun(0, 0, (bytes(32),), (5, 6))
+    worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,), is_async),)))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    assert results.finished_recving == results.failed_recving == ({"r"} if is_async else set())
+    assert worker.get_block_ids_with_load_errors() == (set() if is_async else {5, 6})
+    report = worker.build_connector_worker_meta()
+    assert (report.failed, report.loaded, report.is_out) == ({"r"}, set() if is_async else {"r"}, True)
+    assert worker.build_connector_worker_meta() == WorkerReport(is_out=True)
+    worker.shutdown()
+
+
+def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None:
+    worker = RefusingWorker(reports_blocks=True)
+    worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, (bytes(32),), (0, 6)),), True),)))
+    assert worker.take_received() == ({"r"}, {"r"})
+    assert worker.take_bad_blocks() == {6}
+    assert worker.take_bad_blocks() == set()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -121,6 +155,35 @@ def test_loads_beside_the_steps_have_a_connection_of_their_own(
             connector = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
             assert sidecar.num_connections - before == expected
             connector.shutdown()
+
+
+def test_layers_that_differ_are_one_layout_for_all_processes(module: ModuleType, model: Path, tmp_path: Path) -> None:
+    """vLLM tells its scheduler of the first layer alone, and a sidecar refuses a client that names another layout."""
+    roles, told = module.base.KVConnectorRole, kv_cache_config(PLAIN)
+    (group,) = told.kv_cache_groups
+    spec = group.kv_cache_spec
+    other = type(spec)(**(vars(spec) | {"num_kv_heads": 8}))
+    caches = kv_cache_config(PLAIN)
+    by_layer = dict(zip(group.layer_names, (spec, other), strict=True))
+    caches.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(kv_cache_specs=by_layer)
+    with running_socket(tmp_path) as sidecar:
+        config = vllm_config(PLAIN, model, beside(sidecar.path, layout="tokens"), 0)
+        worker = module.LMCacheConnector(config, roles.WORKER, caches)
+        scheduler = module.LMCacheConnector(config, roles.SCHEDULER, told)
+        assert worker._open_store.store._link.connection is not None
+        assert scheduler._open_store.store._link.connection is not None
+        worker.shutdown()
+        scheduler.shutdown()
+
+
+def test_blocks_are_of_a_gpus_generation(module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = []
+    for capability in (None, (9, 0), (10, 0)):
+        monkeypatch.setattr(module.current_platform, "get_device_capability", lambda told=capability: told)
+        connector = connector_of(module, model, embedded(layout="blocks"), "WORKER")
+        layouts.append(connector._worker._identity.metadata.layout)
+        connector.shutdown()
+    assert len(set(layouts)) == 3
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

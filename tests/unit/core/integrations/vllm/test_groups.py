@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.vllm.groups import blocks_of, cache_groups, check_chunk_size, fails_by_block
+from lmcache_core.integrations.vllm.groups import blocks_of, cache_groups, check_chunk_size, check_packing, fails_by_block
 from lmcache_core.sidecar.messages import MAX_CHAINS
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
@@ -142,6 +142,36 @@ def test_descriptions_differ_when_blocks_mean_something_else() -> None:
     texts = [described(config) for config in (*configs, other_heads)]
     assert len(set(texts)) == len(texts)
     assert described(config_of(FULL)) == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_packed"),
+    [
+        ({"num_head_slots": 2, "state_content_bytes": 64}, True),
+        ({"num_head_slots": 2}, True),
+        ({"state_content_bytes": 656}, True),
+        ({"tokens_per_state": 4}, True),
+        ({"page_size_padded": 4096}, False),
+    ],
+)
+def test_a_backend_that_packs_its_kv_is_told_apart_or_refused(facts: dict[str, int], is_packed: bool) -> None:
+    """With two KV heads its tensors have the shape of others: K and V would be taken for something else."""
+    plain, packing = config_of(FULL), config_of(FULL)
+    vars(packing.kv_cache_groups[0].kv_cache_spec).update(facts)
+    before, after = cache_groups(plain), cache_groups(packing)
+    assert before[0].describe() != after[0].describe()
+    check_packing(after, "blocks")
+    check_packing(before, "tokens")
+    if is_packed:
+        with pytest.raises(LayoutError, match=r'set "lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'):
+            check_packing(after, "tokens")
+
+
+def test_what_older_releases_do_not_say_is_what_later_ones_say_by_default() -> None:
+    older, later = config_of(FULL), config_of(FULL)
+    vars(later.kv_cache_groups[0].kv_cache_spec).update({"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1})
+    check_packing(cache_groups(later), "tokens")
+    assert cache_groups(older)[0].describe() == cache_groups(later)[0].describe()
 
 
 @pytest.mark.parametrize(("groups", "by_block"), [((FULL,), True), ((MLA,), True), ((window(6),), False), ((FULL, window(6)), False)])

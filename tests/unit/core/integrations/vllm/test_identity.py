@@ -118,6 +118,44 @@ def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(model: Path, monke
     assert root(identity(model)) != root(before)
 
 
+@pytest.mark.parametrize(
+    ("change", "variable"),
+    [
+        (setting("attention_config", SimpleNamespace(backend="FLASHINFER")), None),
+        (lambda config: None, "VLLM_ATTENTION_BACKEND"),
+        (lambda config: None, "VLLM_KV_CACHE_LAYOUT"),
+    ],
+)
+def test_blocks_are_of_a_backend_and_a_layout(model: Path, monkeypatch: pytest.MonkeyPatch, change: Change, variable: str | None) -> None:
+    before, of_tokens = identity(model), identity(model, layout="tokens")
+    if variable is not None:
+        monkeypatch.setenv(variable, "HND")
+    assert root(identity(model, change=change)) != root(before)
+    assert root(identity(model, change=change, layout="tokens")) == root(of_tokens)
+
+
+def test_how_layers_are_spread_over_a_pipeline_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = setting("parallel_config.pipeline_parallel_size", 2)
+    before = identity(model, change=staged)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert root(identity(model, change=staged)) != root(before)
+    assert identity(model)
+
+
+@pytest.mark.parametrize("name", ["nnodes", "nnodes_within_dp"])
+def test_workers_on_several_nodes_are_refused(model: Path, name: str) -> None:
+    """Each node has a sidecar of its own, and the scheduler asks one."""
+    with pytest.raises(LayoutError, match="on 2 nodes"):
+        identity(model, change=setting(f"parallel_config.{name}", 2))
+
+
+def test_replicas_on_several_nodes_are_none_of_its_business(model: Path) -> None:
+    def change(config: Any) -> None:
+        config.parallel_config.nnodes, config.parallel_config.nnodes_within_dp = 2, 1
+
+    assert identity(model, change=change)
+
+
 def test_the_block_size_is_no_matter_where_chunks_hold_tokens(model: Path) -> None:
     with_small, with_large = (identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8))
     assert with_small.metadata.kv_shape == with_large.metadata.kv_shape

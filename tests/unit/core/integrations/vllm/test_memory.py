@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
-from lmcache_core.integrations.vllm.memory import BlockMemory, memory_of
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.memory import BlockMemory, attention_backends, memory_of
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
@@ -73,7 +76,52 @@ def test_layers_of_several_sizes() -> None:
     tensors = registered(shape)
     tensors[group.layers[1]] = torch.zeros(shape.num_blocks, 2, 4, 6 * HEAD_SIZE)
     layout = memory_of(group, tensors, shape.num_blocks, "blocks").layout
-    assert [(of.name, of.num_layers, of.head_size) for of in layout.groups] == [("0", 1, BLOCK_BYTES), ("1", 1, 3 * BLOCK_BYTES)]
+    assert [(of.num_layers, of.head_size) for of in layout.groups] == [(1, BLOCK_BYTES), (1, 3 * BLOCK_BYTES)]
+
+
+def names_in_records(group: CacheGroup, mode: str = "tokens", backends: str = "") -> list[str]:
+    tensors = registered(Shape(layout=PACKED if mode == "blocks" else HND))
+    return [of.name for of in memory_of(group, tensors, 64, mode, backends).layout.groups]
+
+
+@pytest.mark.parametrize("mode", ["tokens", "blocks"])
+def test_records_tell_how_layers_differ_from_the_first(mode: str) -> None:
+    """The scheduler, which names chunks, is told of the first layer alone."""
+    (group,) = groups_of(Shape())
+    other = type(group.spec)(**(vars(group.spec) | {"page_size_padded": 4096}))
+    one, both = replace(group, specs=(group.spec, other)), replace(group, specs=(other, other))
+    assert one.describe() == both.describe() == group.describe()
+    names = [names_in_records(changed, mode) for changed in (group, one, both)]
+    assert names[0] == [""]
+    assert names[0] != names[1] != names[2] != names[0]
+
+
+def test_records_of_blocks_tell_the_backend() -> None:
+    """What is inside of a block is the backend's own, and vLLM chooses it by what is installed."""
+    (group,) = groups_of(Shape())
+    names = [names_in_records(group, "blocks", backends) for backends in ("", "one.Backend", "other.Backend")]
+    assert names[0] == [""]
+    assert names[0] != names[1] != names[2] != names[0]
+    assert names_in_records(group, "tokens", "one.Backend") == [""]
+
+
+class OneBackend:
+    pass
+
+
+class OtherBackend:
+    pass
+
+
+def test_the_backends_of_layers() -> None:
+    def layer(backend: type) -> SimpleNamespace:
+        return SimpleNamespace(get_attn_backend=lambda: backend)
+
+    context = {"a": layer(OneBackend), "b": layer(OtherBackend), "c": layer(OneBackend), "mlp": object()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    assert attention_backends(config, ["a", "c", "mlp", "absent"]).endswith(".OneBackend")
+    assert len(attention_backends(config, ["a", "b"]).split(",")) == 2
+    assert attention_backends(SimpleNamespace(), ["a"]) == ""
 
 
 def wrong(**changes: Any) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lmcache_core.integrations.vllm.names import ChunkNames
 from lmcache_core.integrations.vllm.requests import RequestState
 
@@ -70,7 +72,7 @@ def test_dropping_is_remembered() -> None:
 
 def test_groups_that_are_not_cached_are_passed_over() -> None:
     (group,) = groups_of(Shape((FULL,)))
-    moved = [group.__class__(0, 1, "", 4, None, group.layers, group.specs)]
+    moved = [replace(group, index=1)]
     state = RequestState(request_of(), stored=[0])
     state.set_blocks(moved, [[9, 9], [1, 2]])
     assert state.tables == [[1, 2]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lmcache_core.integrations.vllm import scheduler as module
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
-from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.record import Staged, StagedFrom
 
@@ -39,6 +39,15 @@ def loads_of(side: SchedulerSide) -> tuple[Load, ...]:
 
 def stores_of(side: SchedulerSide, output: Any, loads: tuple[Load, ...] = ()) -> tuple[Store, ...]:
     return side.plan_stores(output, loads)
+
+
+def test_workers_on_other_hosts_are_not_promised_anything(caplog: pytest.LogCaptureFixture) -> None:
+    """They have another sidecar than the one that the scheduler asks."""
+    for hosts, num_tokens in (({this_host()}, 40), ({this_host(), "another pod"}, 0)):
+        side = scheduler_side(ScriptedStore([hot(5)]))
+        side.step_done(WorkerReport(hosts=hosts), ())
+        assert side.num_matched(request_of(), 0)[0] == num_tokens
+    assert "another pod" in caplog.text
 
 
 def test_a_request_is_looked_up_when_it_comes() -> None:

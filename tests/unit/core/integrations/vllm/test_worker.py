@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +17,8 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import create_chunk_store
 from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors import KVLayout, PagedGPUConnector
+from lmcache_core.integrations.vllm import worker as worker_module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
 from lmcache_core.integrations.vllm.worker import WorkerSide
@@ -26,6 +30,7 @@ from tests.fixtures.vllm_engine.memory import POISON, RankMemory
 from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, options_of
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_4D, PACKED
 from tests.fixtures.vllm_engine.stores import ForgingStore, RaisingStore, RecordingStore
+from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 HASHES = tuple(hashlib.sha256(bytes([i])).digest() for i in range(5))
 BLOCKS, OTHER_BLOCKS = (5, 3, 9, 4, 6, 8), (20, 19, 30, 31, 12, 11)
@@ -104,6 +109,34 @@ def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
             return Rank(side, memory, counters, heads * sides * size)
 
         yield make
+
+
+def test_nothing_is_kept_on_the_device_when_vllms_memory_has_been_checked(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may register its tensors inside a memory pool that sleep mode empties later: whatever was made there is then garbage."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    canary = worker_module.run_canary
+
+    class OnDevice(PagedGPUConnector):
+        def __init__(self, layout: KVLayout, staging_tokens: int = 0) -> None:
+            super().__init__(layout, CHUNK_SIZE)
+
+    def checked(connector: PagedGPUConnector, kvcaches: Any, *args: Any) -> None:
+        canary(connector, kvcaches, *args)
+        made.extend(weakref.ref(pages.table) for pages in connector.binding_of(kvcaches).pages)
+        buffer = connector._staging._buffer
+        assert buffer is not None
+        made.append(weakref.ref(buffer))
+
+    monkeypatch.setattr(worker_module, "PagedGPUConnector", OnDevice)
+    monkeypatch.setattr(worker_module, "run_canary", checked)
+    made_rank = rank(Shape(layout=HND), layout="tokens")
+    gc.collect()
+    assert len(made) == 2
+    assert [ref() for ref in made] == [None, None]
+    made_rank.fill(BLOCKS)
+    assert made_rank.run(storing())[3] is not None
 
 
 LAYOUTS = pytest.mark.parametrize(

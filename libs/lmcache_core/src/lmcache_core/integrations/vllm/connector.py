@@ -8,6 +8,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -17,20 +18,22 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.platforms import current_platform
 
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.events import StoredEvents
-from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, fails_by_block
+from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, check_packing, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.logs import log_as
+from lmcache_core.integrations.vllm.memory import attention_backends
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import Load, StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.sources import HIT_SOURCE, hit_sources
 from lmcache_core.integrations.vllm.stats import LMCachePromMetrics, LMCacheStats, StatsTaker
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
-from lmcache_core.integrations.vllm.worker import WorkerSide
+from lmcache_core.integrations.vllm.worker import RefusingWorker, WorkerSide
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         self._guard = DegradingGuard(self._counters, raised=())
         self._taker = StatsTaker(self._counters)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | RefusingWorker | None = None
         self._open_store: OpenStore | None = None
         self._events: StoredEvents | None = None
         options = _options_of(vllm_config)
@@ -71,10 +74,14 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             self._open(vllm_config, kv_cache_config, options)
         except LayoutError as exc:
             logger.error("this model is served without the cache: %s", exc)
+            if self.role is base.KVConnectorRole.WORKER:
+                # The scheduler's side may know nothing of it, and promise loads that have to be answered.
+                self._worker = RefusingWorker(reports_blocks=not HAS_TRANSFER_RESULTS)
 
     def _open(self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
         groups = cache_groups(kv_cache_config)
         check_chunk_size(groups, options.engine.chunk_size)
+        check_packing(groups, options.layout)
         if not fails_by_block(groups) and not HAS_TRANSFER_RESULTS:
             raise LayoutError("sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has failed")
         if not fails_by_block(groups) or _steps_overlap(vllm_config):
@@ -83,7 +90,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if options.engine.sidecar_socket is None and vllm_config.parallel_config.world_size > 1:
             raise ConfigError(f"a cache inside vLLM serves one worker, not {vllm_config.parallel_config.world_size}: {SIDECAR_HINT}")
         is_worker = self.role is base.KVConnectorRole.WORKER
-        identity = identity_of(vllm_config, kv_cache_config, groups, options, vllm.__version__, is_worker=is_worker)
+        identity = identity_of(vllm_config, kv_cache_config, groups, options, _release(), is_worker=is_worker)
         roots = Roots(identity)
         rank = vllm_config.parallel_config.rank if is_worker else 0
         engine_id = _engine_id(vllm_config, rank)
@@ -213,7 +220,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             return
         with self._guard("attach"):
             try:
-                self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
+                backends_of = functools.partial(attention_backends, self._vllm_config)
+                self._worker.register(kv_caches, self._kv_cache_config.num_blocks, backends_of)
             except LayoutError as exc:
                 logger.error("this worker neither loads nor stores: %s", exc)
 
@@ -275,6 +283,12 @@ def _options_of(vllm_config: Any) -> ConnectorOptions:
         raise ConfigError(f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role to "kv_both"')
     extra = transfer.kv_connector_extra_config
     return read_options(extra, vllm_config.device_config.device_type)
+
+
+def _release() -> str:
+    """vLLM's version, and the generation of its GPUs, which it asks without using one in this process."""
+    capability = current_platform.get_device_capability()
+    return vllm.__version__ if capability is None else f"{vllm.__version__};sm{tuple(capability)}"
 
 
 def _engine_id(vllm_config: Any, rank: int) -> str:

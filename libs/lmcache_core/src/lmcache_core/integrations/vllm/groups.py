@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
 """vLLM's placeholder: a block that a request does not have (any more)."""
@@ -14,6 +15,12 @@ MAX_GROUPS = 16
 """What one question to the sidecar names."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+_FACTS = (
+    *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes", "kv_quant_mode"),
+    *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
+)
+_UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
+"""What vLLM says of KV that has K and V of one head and one token in each cell."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class CacheGroup:
         block_size: Tokens in a block.
         window: Tokens that its layers look back, themselves included; None: all.
         layers: Names of its layers.
-        specs: vLLM's description of each of these layers.
+        spec: vLLM's description of the first layer, all that the scheduler's process is told.
+        specs: In a worker, vLLM's description of each of these layers.
         retained: Tokens in front of the window whose KV vLLM keeps all the same (it may compute them again for draft models).
     """
 
@@ -37,6 +45,7 @@ class CacheGroup:
     block_size: int
     window: int | None
     layers: tuple[str, ...]
+    spec: Any
     specs: tuple[Any, ...]
     retained: int = 0
 
@@ -49,9 +58,12 @@ class CacheGroup:
         return self.num_dropped_tokens(num_computed)
 
     def describe(self) -> str:
-        """Text that differs when a block of this group means something else."""
-        layers = ",".join(_described(spec) for spec in self.specs)
-        return f"{self.name!r}:block={self.block_size};window={self.window};{layers}"
+        """Text that differs when a block of this group means something else, the same in all processes of an engine.
+
+        What only a worker knows, how its other layers differ from the first, is in the records of its chunks (`memory_of`).
+        """
+        facts = f"block={self.block_size};window={self.window};layers={len(self.layers)}"
+        return f"{self.name!r}:{facts};{described(self.spec)}"
 
 
 def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
@@ -82,7 +94,8 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
         window = windows.pop()
         name = "" if len(wanted) == 1 else f"{index}:{'full' if window is None else f'window{window}'}"
         retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
-        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), specs, retained))
+        first = _first_spec(group)
+        groups.append(CacheGroup(number, index, name, sizes.pop(), window, tuple(group.layer_names), first, specs, retained))
     return tuple(groups)
 
 
@@ -99,6 +112,25 @@ def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
                 f"chunk_size={chunk_size} is not a multiple of vLLM's block size {group.block_size}: "
                 f'set "lmcache.chunk_size" to {fitting} in kv_connector_extra_config, or change --block-size'
             )
+
+
+def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
+    """Refuse KV that a backend packs, where chunks are to hold tokens: its shape does not say what is where in it.
+
+    Raises:
+        LayoutError: A layer has such KV.
+    """
+    if layout != TOKENS:
+        return
+    for group in groups:
+        for spec in (group.spec, *group.specs):
+            packing = {name: getattr(spec, name, usual) for name, usual in _UNPACKED.items()}
+            if packing != _UNPACKED:
+                told = ", ".join(f"{name}={value}" for name, value in packing.items())
+                raise LayoutError(
+                    f"the attention backend packs its KV ({told}), which cannot be cut by token: set "
+                    '"lmcache.layout" to "blocks" and "lmcache.kv_cache_layout" to "LBHNC"'
+                )
 
 
 def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
@@ -126,7 +158,13 @@ def _layer_specs(group: Any) -> tuple[Any, ...]:
     return tuple(by_layer[name] for name in group.layer_names)
 
 
-def _described(spec: Any) -> str:
-    names = ("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes", "kv_quant_mode")
-    facts = (getattr(spec, name, None) for name in names)
-    return f"{type(spec).__name__}({','.join(str(fact) for fact in facts)})"
+def _first_spec(group: Any) -> Any:
+    """What vLLM tells the scheduler of a group of layers of different shapes."""
+    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return group.kv_cache_spec if by_layer is None else next(iter(by_layer.values()))
+
+
+def described(spec: Any) -> str:
+    """Text that differs when the KV of a layer means something else."""
+    facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in _FACTS)
+    return f"{type(spec).__name__}({','.join(facts)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import secrets
 import struct
@@ -76,7 +77,7 @@ def identity_of(
         kv_cache_config: vLLM's cache groups.
         groups: Those that are cached.
         options: Options.
-        release: vLLM's version.
+        release: vLLM's version, and what GPU it runs on.
         is_worker: Leave the weights out: chunks are named by the scheduler's side alone, so that one
             process of an engine reads them.
 
@@ -90,11 +91,14 @@ def identity_of(
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise LayoutError(f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot be cached")
+    num_nodes = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
+    if num_nodes > 1:
+        raise LayoutError(f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would have a part of each chunk")
     if getattr(cache, "calculate_kv_scales", False):
         raise LayoutError("calculate_kv_scales: the scales of quantised KV then depend on what an engine saw first, so it cannot be shared")
     replicas = _replicas(vllm_config, kv_cache_config)
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
-    spec = groups[0].specs[0]
+    spec = groups[0].spec
     shape = (len(groups[0].layers), 2, options.engine.chunk_size, spec.num_kv_heads, spec.head_size)
     metadata = LMCacheEngineMetadata(
         options.model_name or _short_name(model.model),
@@ -104,7 +108,7 @@ def identity_of(
         str(spec.dtype),
         shape,
         revision="" if is_worker else _revision_text(vllm_config, options),
-        layout=_layout_text(vllm_config, groups, options, release),
+        layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
     )
     return KVIdentity(metadata, num_ranks, replicas, contents_fingerprint(vllm_config))
 
@@ -205,21 +209,28 @@ def _weights(vllm_config: Any) -> str | None:
     return model_fingerprint(model.model, model.revision, config, getattr(load, "download_dir", None))
 
 
-def _layout_text(vllm_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:
+def _layout_text(vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup], options: ConnectorOptions, release: str) -> str:
     """What a chunk's bytes mean."""
     parallel = vllm_config.parallel_config
+    partition = os.environ.get("VLLM_PP_LAYER_PARTITION", "") if parallel.pipeline_parallel_size > 1 else ""
     facts = {
         "groups": "|".join(group.describe() for group in groups),
         "tp": parallel.tensor_parallel_size,
-        "pp": parallel.pipeline_parallel_size,
+        "pp": f"{parallel.pipeline_parallel_size}:{partition}",
         "kv": vllm_config.cache_config.cache_dtype,
-        "blocks": _block_text(release) if options.layout == BLOCKS else "",
+        "blocks": _block_text(vllm_config, kv_cache_config, release) if options.layout == BLOCKS else "",
     }
     text = ";".join(f"{name}={value}" for name, value in facts.items())
     return f"vllm/1;{options.layout};{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _block_text(release: str) -> str:
-    """What decides about the inside of a block that only vLLM can read: its release, and the instructions of this machine."""
+def _block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
+    """What decides about the inside of a block that only vLLM can read, as far as all its processes know.
+
+    That is its release, the machine's instructions, and the layout and backend that were asked for. Which backend it has
+    chosen by itself only a worker knows: that is in the records of its chunks (`memory_of`).
+    """
     cpu = f"{torch.backends.cpu.get_cpu_capability()},amx={torch.cpu._is_amx_tile_supported()}"
-    return f"{release};{platform.machine()};{cpu}"
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
+    return f"{release};{platform.machine()};{cpu};layout={layout};backend={backend}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import EngineMemory, KVLayout, LayerGroup, LogicalMemory, Order, Packing
-from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.groups import CacheGroup, described
 from lmcache_core.integrations.vllm.options import BLOCKS
 
 MLA_SPEC = "MLAAttentionSpec"
@@ -33,14 +34,17 @@ class GroupMemory:
     unit_tokens: int
 
 
-def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks: int, mode: str) -> GroupMemory:
+def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks: int, mode: str, backends: str = "") -> GroupMemory:
     """Match vLLM's tensors with what a group is said to be.
+
+    What only a worker knows of them names the tensors in the records of chunks: a record of an engine that differs there is a miss.
 
     Args:
         group: The group.
         tensors: The tensor of each layer, by name.
         num_blocks: Blocks in each.
         mode: "blocks" or "tokens", see `ConnectorOptions.layout`.
+        backends: The attention backends that vLLM has chosen for its layers.
 
     Raises:
         LayoutError: They are something else.
@@ -49,7 +53,17 @@ def memory_of(group: CacheGroup, tensors: Mapping[str, torch.Tensor], num_blocks
     if missing:
         raise LayoutError(f"vLLM registered no KV tensor for {', '.join(missing[:3])}")
     layers = [tensors[name] for name in group.layers]
-    return _as_blocks(group, layers, num_blocks) if mode == BLOCKS else _as_tokens(group, layers, num_blocks)
+    if mode == BLOCKS:
+        return _as_blocks(group, layers, num_blocks, backends)
+    return _as_tokens(group, layers, num_blocks)
+
+
+def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
+    """The classes of the attention backends of these layers; "" where vLLM has none of them."""
+    context = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+    known = [context[name] for name in layers if hasattr(context.get(name), "get_attn_backend")]
+    classes = {layer.get_attn_backend() for layer in known}
+    return ",".join(sorted(f"{found.__module__}.{found.__qualname__}" for found in classes))
 
 
 class BlockMemory:
@@ -92,7 +106,7 @@ class BlockMemory:
         return [tensor[block] for tensor in self._tensors[group]]
 
 
-def _as_blocks(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
+def _as_blocks(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str) -> GroupMemory:
     """Each block of a layer as one run of bytes."""
     by_size: dict[int, list[int]] = {}
     for i, tensor in enumerate(layers):
@@ -101,14 +115,22 @@ def _as_blocks(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: in
                 f"layer {group.layers[i]}: {list(tensor.shape)} with strides {list(tensor.stride())}: not {num_blocks} contiguous blocks"
             )
         by_size.setdefault(tensor[0].numel() * tensor.element_size(), []).append(i)
-    is_one = len(by_size) == 1
     groups = [
-        LayerGroup("" if is_one else str(number), len(members), 1, size, "uint8", sides=1)
+        LayerGroup(_name_of(group, number, members, backends), len(members), 1, size, "uint8", sides=1)
         for number, (size, members) in enumerate(by_size.items())
     ]
     layout = KVLayout(tuple(groups))
     ordered = [layers[i] for members in by_size.values() for i in members]
     return GroupMemory(layout, tuple(_bytes_of_blocks(tensor) for tensor in ordered), BlockMemory(layout, ordered), group.block_size)
+
+
+def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
+    """The name of some of a group's layers in records: "" where the group's own description says all about them."""
+    facts = [(i, described(group.specs[i])) for i in members]
+    is_all_alike = len(members) == len(group.layers) and {text for _, text in facts} == {described(group.spec)}
+    if is_all_alike and not backends:
+        return ""
+    return f"{number}:{hashlib.sha256(repr((facts, backends)).encode()).hexdigest()[:16]}"
 
 
 def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,9 +147,8 @@ def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: in
     shapes: dict[tuple[Any, ...], list[int]] = {}
     for i, (tensor, spec) in enumerate(zip(layers, group.specs, strict=True)):
         shapes.setdefault(_declared(group, tensor, spec, num_blocks), []).append(i)
-    is_one = len(shapes) == 1
     groups = [
-        LayerGroup("" if is_one else str(number), len(members), heads, size, dtype, sides, order, packing)
+        LayerGroup(_name_of(group, number, members), len(members), heads, size, dtype, sides, order, packing)
         for number, ((heads, size, dtype, sides, order, packing), members) in enumerate(shapes.items())
     ]
     layout = KVLayout(tuple(groups))

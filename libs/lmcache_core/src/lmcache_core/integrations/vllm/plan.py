@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def this_host() -> str:
+    """Name the machine, or the pod, that this process runs in."""
+    return f"{socket.gethostname()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"
 
 
 @dataclass(frozen=True)
@@ -75,18 +84,21 @@ class WorkerReport:
         failed: Requests of which a load failed.
         stored: How many workers have each chunk (group, hash) stored now.
         is_out: A worker cannot use its KV memory: nothing is to be loaded.
+        hosts: Where workers run, in the first report of each.
     """
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stored: dict[tuple[int, bytes], int] = field(default_factory=dict)
     is_out: bool = False
+    hosts: set[str] = field(default_factory=set)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """This report and that of another worker as one."""
         self.loaded |= other.loaded
         self.failed |= other.failed
         self.is_out |= other.is_out
+        self.hosts |= other.hosts
         for chunk, count in other.stored.items():
             self.stored[chunk] = self.stored.get(chunk, 0) + count
         return self

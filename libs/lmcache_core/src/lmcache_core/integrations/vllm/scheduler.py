@@ -14,7 +14,7 @@ from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.offers import Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport
+from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
 from lmcache_core.integrations.vllm.requests import RequestState
 
@@ -155,12 +155,19 @@ class SchedulerSide:
                 state.is_loading = False
                 state.forget_offer()
         if report is not None:
-            self._is_out |= report.is_out
+            self._is_out |= report.is_out or self._has_workers_elsewhere(report)
             if report.failed & report.loaded:
                 self.stores.load_failed()
             for request_id in report.failed:
                 self._give_up(request_id)
         self._offers.give_back(over)
+
+    def _has_workers_elsewhere(self, report: WorkerReport) -> bool:
+        """Whether a worker is in another pod or on another node: it has another sidecar than the one that is asked here."""
+        elsewhere = report.hosts - {this_host()}
+        if elsewhere:
+            logger.error("nothing is loaded, workers of this engine are on other hosts: host=%s others=%s", this_host(), sorted(elsewhere))
+        return bool(elsewhere)
 
     def finished(self, request: Any) -> None:
         """A request has ended, or was aborted."""

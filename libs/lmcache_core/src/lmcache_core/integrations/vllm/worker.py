@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lmcache_core.concurrency import Workers
+from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import Guard
 from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
@@ -19,7 +20,7 @@ from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.loads import LoadResult, LoadThread
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.telemetry import Counters
 
@@ -38,6 +39,52 @@ class _Lane:
     memory: GroupMemory
     connector: PagedGPUConnector
     transfer: KVTransfer
+
+
+class RefusingWorker:
+    """A worker's side where there can be none: every load fails at once, and the scheduler's side hears that this worker is out.
+
+    Args:
+        reports_blocks: Whether asynchronous loads that fail are told by block; otherwise vLLM hears of requests.
+    """
+
+    def __init__(self, reports_blocks: bool) -> None:
+        self.reports_blocks = reports_blocks
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._report = WorkerReport(is_out=True)
+
+    def register(self, *_: Any) -> None:
+        """Take nothing of vLLM's tensors."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def begin_loads(self, plan: StepPlan) -> None:
+        """Fail all of them."""
+        for load in plan.loads:
+            self._report.failed.add(load.request_id)
+            (self._received if load.is_async else self._report.loaded).add(load.request_id)
+            if self.reports_blocks or not load.is_async:
+                self._bad_blocks.update(block for run in load.runs for block in run.block_ids if block != NULL_BLOCK)
+
+    def store(self, plan: StepPlan) -> None:
+        """Store nothing."""
+
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """See `WorkerSide.take_received`."""
+        received, self._received = self._received, set()
+        return received, set(received)
+
+    def take_bad_blocks(self) -> set[int]:
+        """See `WorkerSide.take_bad_blocks`."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> WorkerReport:
+        """See `WorkerSide.take_report`."""
+        report, self._report = self._report, WorkerReport(is_out=True)
+        return report
 
 
 class WorkerSide:
@@ -77,14 +124,17 @@ class WorkerSide:
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
         self._failed_in_step: set[str] = set()
-        self._report = WorkerReport()
+        self._report = WorkerReport(hosts={this_host()})
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, backends_of: Callable[[Sequence[str]], str] = lambda layers: ""
+    ) -> None:
         """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM does it.
 
         Args:
             kv_caches: The tensor of each layer, by name; nobody uses them yet.
             num_blocks: Blocks in each.
+            backends_of: Names the attention backends of layers.
 
         Raises:
             LayoutError: They are not what vLLM says that they are, or the pattern did not come back.
@@ -93,13 +143,13 @@ class WorkerSide:
         self._workers.open()
         lanes = []
         for group in self._groups:
-            memory = memory_of(group, kv_caches, num_blocks, self._options.layout)
-            is_on_device = memory.kvcaches[0].device.type != "cpu"
-            connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
+            memory = memory_of(group, kv_caches, num_blocks, self._options.layout, backends_of(group.layers))
             described = replace(metadata, kv_dtype=memory.layout.kv_dtype)
-            transfer = KVTransfer(self._store, connector, described, self._counters, self._workers, memory.unit_tokens)
-            run_canary(connector, memory.kvcaches, memory.engine, transfer.through_store)
-            lanes.append(_Lane(group, memory, connector, transfer))
+            tried = self._lane(group, memory, described)
+            run_canary(tried.connector, memory.kvcaches, memory.engine, tried.transfer.through_store)
+            # vLLM may call this inside a memory pool that sleep mode empties: what the canary has made on the device
+            # (addresses, staging) is dropped, and made again outside of it when it is first needed.
+            lanes.append(self._lane(group, memory, described))
         self._lanes = lanes
         self._loads.open()
 
@@ -163,7 +213,13 @@ class WorkerSide:
         """What the scheduler's side is to hear of this step; None when that is nothing."""
         report, self._report = self._report, WorkerReport()
         report.is_out = not self._lanes
-        return report if report.loaded or report.failed or report.stored or report.is_out else None
+        return report if report != WorkerReport() else None
+
+    def _lane(self, group: CacheGroup, memory: GroupMemory, metadata: LMCacheEngineMetadata) -> _Lane:
+        is_on_device = memory.kvcaches[0].device.type != "cpu"
+        connector = PagedGPUConnector(memory.layout, self._units(memory) if is_on_device else 0)
+        transfer = KVTransfer(self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens)
+        return _Lane(group, memory, connector, transfer)
 
     def _note(self, result: LoadResult) -> None:
         self._bad_blocks |= result.bad_blocks
