@@ -1,4 +1,4 @@
-"""What operators and routers see: figures in vLLM's own metrics and log, where hits came from, and events of what is cached."""
+"""What operators and routers see: figures in vLLM's own metrics and log, where hits came from, and whose events there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, Engine, release, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, release, running_engine
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, eventually, storage
 from tests.vllm.worlds import EITHER_LOAD, UNHURRIED, World, fill
@@ -110,21 +110,14 @@ def subscriber(tmp_path: Any) -> Iterator[tuple[str, Subscriber]]:
     subscriber.close()
 
 
-def test_events_tell_what_is_stored(world: World, subscriber: tuple[str, Subscriber]) -> None:
+def test_only_vllms_own_cache_is_announced(world: World, subscriber: tuple[str, Subscriber]) -> None:
+    """Nobody would hear when a sidecar evicts what was announced."""
     endpoint, events = subscriber
     sidecar = world.sidecar()
-    ask = Ask(prompt(224, 1000))
     publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     with running_engine(world.options(kv_events_config=publish)) as engine:
-        fill(engine, sidecar, ask)
+        fill(engine, sidecar, Ask(prompt(224, 1000)))
         engine.ask(Ask(prompt(225, 200)))
         stored = [event for event in events.receive(1.0) if type(event).__name__ == "BlockStored"]
-    in_cache = [event for event in stored if event.medium == "CPU"]
-    in_vllm = [event for event in stored if event.medium != "CPU"]
-    assert len(in_cache) == 3, "one for each chunk"
-    assert [token for event in in_cache for token in event.token_ids] == list(ask.tokens[: 3 * CHUNK_SIZE])
-    assert all(len(event.block_hashes) == CHUNK_SIZE // BLOCK_SIZE for event in in_cache)
-    named = [block for event in in_vllm for block in event.block_hashes]
-    assert [block for event in in_cache for block in event.block_hashes] == named[: 3 * CHUNK_SIZE // BLOCK_SIZE], (
-        "vLLM's own names of the blocks"
-    )
+    assert stored
+    assert all(event.medium != "CPU" for event in stored)

@@ -164,12 +164,3 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
 def test_a_window_that_is_shorter_than_a_chunk_is_warned_of(shape: Shape, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     scheduler_side(ScriptedStore([None]), shape)
     assert ("chunk_size=8 is longer than a sliding window of 4 tokens" in caplog.text) == is_warned
-
-
-def test_who_listens_hears_what_is_going_to_be_stored() -> None:
-    side = scheduler_side(ScriptedStore([None]))
-    heard: list[tuple[str, int]] = []
-    side.stores.on_planned = lambda state, run: heard.append((state.request_id, len(run.hashes)))
-    side.new_request(request_of())
-    stores_of(side, output_of([("r", TABLE, 0, 43)]))
-    assert heard == [("r", 5)]

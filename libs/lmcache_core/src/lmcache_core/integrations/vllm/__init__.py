@@ -11,10 +11,10 @@ How to use it: `docs/vllm.md`.
 | `plan.py` | what the two sides tell each other |
 | `groups.py`, `identity.py`, `weights.py`, `file_digests.py`, `adapters.py`, `contents.py` | what the KV is |
 | `options.py`, `stores.py` | configuration, and the chunk store behind it |
-| `events.py`, `stats.py`, `sources.py`, `logs.py` | KV events, figures, where hits came from, log lines |
+| `stats.py`, `sources.py`, `logs.py` | figures, where hits came from, log lines |
 | `bundled.py` | packages that come along where vLLM's Python lacks them |
 
-Only `connector.py`, `events.py` and `stats.py` import vLLM, so that the rest can be tested without it.
+Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested without it.
 """
 
 from __future__ import annotations

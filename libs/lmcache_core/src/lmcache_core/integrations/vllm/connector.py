@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,6 @@ from vllm.platforms import current_platform
 
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.errors import ConfigError, LayoutError
-from lmcache_core.integrations.vllm.events import StoredEvents
 from lmcache_core.integrations.vllm.groups import cache_groups, check_chunk_size, check_packing, fails_by_block
 from lmcache_core.integrations.vllm.identity import Roots, identity_of
 from lmcache_core.integrations.vllm.logs import log_as
@@ -68,7 +67,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | RefusingWorker | None = None
         self._open_store: OpenStore | None = None
-        self._events: StoredEvents | None = None
         options = _options_of(vllm_config)
         try:
             self._open(vllm_config, kv_cache_config, options)
@@ -106,11 +104,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if self._open_store.is_alone:
             logger.error("the worker runs in another process, which a cache inside vLLM does not reach: %s", SIDECAR_HINT)
         self._scheduler = SchedulerSide(options, groups, identity, store, roots)
-        events = vllm_config.kv_events_config
-        if events is not None and events.enable_kv_cache_events:
-            hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(group.block_size for group in groups)
-            self._events = StoredEvents(options.engine.chunk_size, hash_block_size, identity.num_ranks, [group.index for group in groups])
-            self._scheduler.stores.on_planned = self._events.planned
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -190,8 +183,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if self._scheduler is not None:
             with self._guard("step"):
                 self._scheduler.step_done(report, connector_output.finished_recving or ())
-        if self._events is not None and report is not None:
-            self._events.reported(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the interface; blocks may be freed at once, since stores have ended when their step has."""
@@ -203,10 +194,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """See the interface."""
         return self.request_finished(request, [])
-
-    def take_events(self) -> Iterable[Any]:
-        """See the interface."""
-        return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool:
         """Weights may have been replaced: nothing that is cached is used from now on. It stays in the store, for others."""

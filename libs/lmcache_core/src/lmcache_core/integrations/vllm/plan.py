@@ -82,14 +82,12 @@ class WorkerReport:
     Attributes:
         loaded: Requests of which a synchronous load is over.
         failed: Requests of which a load failed.
-        stored: How many workers have each chunk (group, hash) stored now.
         is_out: A worker cannot use its KV memory: nothing is to be loaded.
         hosts: Where workers run, in the first report of each.
     """
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    stored: dict[tuple[int, bytes], int] = field(default_factory=dict)
     is_out: bool = False
     hosts: set[str] = field(default_factory=set)
 
@@ -99,6 +97,4 @@ class WorkerReport:
         self.failed |= other.failed
         self.is_out |= other.is_out
         self.hosts |= other.hosts
-        for chunk, count in other.stored.items():
-            self.stored[chunk] = self.stored.get(chunk, 0) + count
         return self

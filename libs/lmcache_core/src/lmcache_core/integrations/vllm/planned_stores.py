@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.naming import Namer
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import ChunkRun, Load, Store
+from lmcache_core.integrations.vllm.plan import Load, Store
 from lmcache_core.integrations.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
-
-OnStored = Callable[[RequestState, ChunkRun], None]
 
 
 class StorePlanner:
@@ -26,9 +24,6 @@ class StorePlanner:
         states: The requests, by vLLM's names; kept by their owner.
         namer: Names their chunks.
         num_workers: How many workers compute each step.
-
-    Attributes:
-        on_planned: Called with each run of chunks that is going to be stored.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class StorePlanner:
                     "are not stored; set chunk_size to at most %d",
                     *(self._chunk_size, group.window, group.window),
                 )
-        self.on_planned: OnStored | None = None
 
     def plan(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
         """What to store after this step.
@@ -145,9 +139,6 @@ class StorePlanner:
             runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
             if not runs or not self._namer.check(state):
                 continue
-            if self.on_planned is not None:
-                for run in runs:
-                    self.on_planned(state, run)
             yield Store(state.request_id, tuple(runs))
 
 

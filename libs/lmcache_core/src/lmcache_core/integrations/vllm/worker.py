@@ -270,12 +270,8 @@ class WorkerSide:
         lane = self._lanes[run.group]
         named = self._named(run, lane)
         num_known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
-        stored = [True] * num_known
         if num_known < len(named):
-            stored += lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
-        for chunk_hash, is_stored in zip(run.hashes, stored, strict=True):
-            if is_stored:
-                self._report.stored[run.group, chunk_hash] = 1
+            lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
 
     def _named(self, run: ChunkRun, lane: _Lane) -> list[NamedChunk]:
         """The chunks of a run; their places count from its first slot."""
