@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,8 @@ def test_nonsense_is_an_empty_cache(tmp_path: Path, answers: dict[str, Any]) -> 
         {"arena_path": "/dev/null", "arena_bytes": 4096},
         {"arena_path": "/"},
         {"generation": 7},
+        {"version": 99},
+        {"version": 0},
     ],
 )
 def test_an_impossible_welcome_is_no_sidecar(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -156,6 +159,21 @@ def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
                 file.write(b"x")
             assert use(engine) == 0
             assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
+
+
+def test_a_stranger_on_the_socket_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it says: another length each time is no news."""
+    noise = random.Random(1)
+    with (
+        scripted_sidecar(tmp_path, lambda request: noise.randbytes(3) + b"\xffHTTP/1.1 400") as sidecar,
+        engine_at(sidecar.path, tier_timeout_s=0.2),
+    ):
+        deadline = time.monotonic() + 5.0
+        while sidecar.num_connections < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    (told,) = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+    assert "speaks another protocol; set sidecar_socket to a sidecar's socket" in told
 
 
 @pytest.mark.parametrize("mute", ["Hello", "Lookup", "Reserve", "Commit", "Pin", "Release"])

@@ -20,6 +20,7 @@ from lmcache_core.sidecar.messages import (
     CONTEXT,
     LENGTH,
     LOCKS,
+    Answer,
     Hello,
     HelloOk,
     Message,
@@ -114,7 +115,7 @@ class SidecarConnection:
             raise UnavailableError(f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}") from exc
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
         try:
-            self._welcome = self.call(self._hello, HelloOk)
+            self._welcome = self._greet()
             self._arena = attach_shared_arena(Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation)
         except (UnavailableError, ProtocolError):
             self.close()
@@ -165,6 +166,17 @@ class SidecarConnection:
         finally:
             self.let_go(1)
 
+    def _greet(self) -> HelloOk:
+        try:
+            welcome = self.call(self._hello, HelloOk)
+        except _NotAMessage as exc:
+            # One text whatever it was: who reports each cause once is not to report every random byte.
+            raise ProtocolError("what answers there speaks another protocol; set sidecar_socket to a sidecar's socket") from exc
+        if not self._hello.version_min <= welcome.version <= self._hello.version_max:
+            spoken = f"{self._hello.version_min} to {self._hello.version_max}"
+            raise VersionError(f"the sidecar answered in version {welcome.version}; this client speaks {spoken}")
+        return welcome
+
     def _exchange(self, request: Message, expected: type[A], deadline: float) -> A:
         connection = self._socket
         if connection is None or not self.is_open:
@@ -173,8 +185,7 @@ class SidecarConnection:
             connection.settimeout(_remaining(deadline))
             connection.sendall(self._encode(request))
             (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
-            check_length(length)
-            answer = decode_answer(_receive(connection, length, deadline))
+            answer = _decoded(connection, length, deadline)
         except OSError as exc:
             self.close()
             raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
@@ -206,6 +217,18 @@ class SidecarConnection:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         connection.close()
+
+
+class _NotAMessage(ProtocolError):
+    """Bytes that are no message of this protocol."""
+
+
+def _decoded(connection: socket.socket, length: int, deadline: float) -> Answer:
+    try:
+        check_length(length)
+        return decode_answer(_receive(connection, length, deadline))
+    except ProtocolError as exc:
+        raise _NotAMessage(str(exc)) from exc
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -21,6 +21,14 @@ def test_tiers_have_vllms_names() -> None:
         assert sources.hit_sources({}) == {}
 
 
+def test_a_source_of_a_later_sidecar_has_no_name() -> None:
+    """One unknown number in an answer must not end the engine."""
+    with imported_connector(NEW):
+        sources = importlib.import_module(NAME)
+        told = {source.value: count for source, count in sources.hit_sources({6: 8, 255: 8, 1: 4}).items()}
+        assert told == {"external_unspecified": 16, "host": 4}
+
+
 def test_before_032_there_are_none() -> None:
     with imported_connector(OLD):
         assert importlib.import_module(NAME).HIT_SOURCE is None

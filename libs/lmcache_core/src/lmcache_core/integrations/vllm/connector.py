@@ -164,8 +164,11 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """See the interface."""
-        origins = {} if self._scheduler is None else self._scheduler.origins_of(request, num_external_tokens)
-        return hit_sources(origins)
+        sources: dict[Any, int] = {}
+        if self._scheduler is not None:
+            with self._guard("sources"):
+                sources = hit_sources(self._scheduler.origins_of(request, num_external_tokens))
+        return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """See the interface."""

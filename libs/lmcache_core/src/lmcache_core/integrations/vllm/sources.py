@@ -10,7 +10,7 @@ from typing import Any
 from lmcache_core.record import StagedFrom
 
 _MODULE = "vllm.v1.metrics.cache_hit_source"
-_NAMES = {StagedFrom.HOT: "HOST", StagedFrom.DISK: "DISK", StagedFrom.PEER: "P2P"}
+_NAMES: Mapping[int, str] = {StagedFrom.HOT: "HOST", StagedFrom.DISK: "DISK", StagedFrom.PEER: "P2P"}
 
 
 def _sources() -> Any:
@@ -22,9 +22,9 @@ HIT_SOURCE = getattr(_sources(), "HOST", None)
 
 
 def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:
-    """Tokens by vLLM's source, from tokens by `StagedFrom`."""
+    """Tokens by vLLM's source, from tokens by `StagedFrom`; a value of a later sidecar's is a source of no name."""
     counts: dict[Any, int] = {}
     for origin, num_tokens in origins.items():
-        source = getattr(_sources(), _NAMES.get(StagedFrom(origin), "EXTERNAL_UNSPECIFIED"))
+        source = getattr(_sources(), _NAMES.get(origin, "EXTERNAL_UNSPECIFIED"))
         counts[source] = counts.get(source, 0) + num_tokens
     return counts
