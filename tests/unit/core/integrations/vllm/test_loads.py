@@ -101,6 +101,25 @@ def test_closing_lets_one_end_and_refuses_the_rest(made: Callable[..., LoadThrea
     assert [result.is_good for result in thread.take_results()] == [True, False]
 
 
+def test_closing_does_not_wait_for_room_in_the_queue(made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
+    monkeypatch.setattr(module, "JOIN_S", 0.1)
+    gate = Gate()
+    thread = made(gate)
+    for name in ("hangs", "waits", "waits too"):
+        thread.submit(load_of(name))
+        assert gate.has_begun.wait(PATIENCE_S)
+    closing = threading.Thread(target=thread.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    is_closed = not closing.is_alive()
+    gate.is_open.set()
+    assert is_closed, "a load that hangs, and a queue that is full, keep vLLM from ending"
+    assert [result.is_good for result in results_of(thread, 3)] == [True, False, False]
+    thread._thread.join(PATIENCE_S)
+    assert not thread._thread.is_alive()
+
+
 def test_a_thread_that_was_never_opened_can_be_closed() -> None:
     LoadThread(good, refused).close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -55,10 +56,14 @@ class LoadThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the load that runs; those that wait are refused. Idempotent."""
+        """End after the load that runs; those that wait are refused. Idempotent.
+
+        A load that does not end within `JOIN_S` is left to its thread, which ends with the process.
+        """
         if self._thread.is_alive() and not self._is_closing.is_set():
             self._is_closing.set()
-            self._waiting.put(None)
+            with contextlib.suppress(queue.Full):  # then the thread has something to wake up for
+                self._waiting.put_nowait(None)
             self._thread.join(JOIN_S)
 
     def submit(self, load: Load) -> None:
@@ -91,6 +96,8 @@ class LoadThread:
     def _run(self) -> None:
         while (load := self._waiting.get()) is not None:
             self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load))
+            if self._is_closing.is_set() and self._waiting.empty():
+                return
 
     def _done(self, result: LoadResult) -> None:
         with self._has_changed:
