@@ -91,6 +91,12 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         yield found
 
 
+def num_left(opened: Open) -> int:
+    """How many chunks cannot be evicted; a sidecar hears of tickets that are given back a little later."""
+    opened.hot.evict_bytes(ARENA_BYTES)
+    return opened.hot.stats()["num_chunks"]
+
+
 def test_what_is_hot_is_ready_at_once_and_can_be_loaded(opened: Open) -> None:
     chain = chain_of(range(5))
     assert store_chunks(opened.store, chain.keys_of_rank(0)) == 5
@@ -164,8 +170,7 @@ def test_what_was_promised_stays_until_it_is_given_back(opened: Open) -> None:
     opened.hot.evict_bytes(ARENA_BYTES)
     assert opened.hot.contains_many(names_of(chain.keys_of_rank(0))) == [True] * 20
     opened.store.unstage(["unknown", "t"])
-    opened.hot.evict_bytes(ARENA_BYTES)
-    assert opened.hot.contains_many(names_of(chain.keys_of_rank(0))) == [False] * 20
+    until(lambda: num_left(opened) == 0, "what is given back is kept")
 
 
 def test_a_ticket_may_have_any_name_and_a_chain_any_length(opened: Open) -> None:
@@ -178,8 +183,7 @@ def test_a_ticket_may_have_any_name_and_a_chain_any_length(opened: Open) -> None
         assert staged is not None
         assert staged.tiers == (b"\1\1\1" + bytes(69_997),)
     opened.store.unstage(["x" * 5000, "", "\ud800", "\N{SNOWMAN}"])
-    opened.hot.evict_bytes(ARENA_BYTES)
-    assert opened.hot.stats()["num_chunks"] == 0
+    until(lambda: num_left(opened) == 0, "what is given back is kept")
     opened.shelf.hangs = False
 
 

@@ -25,8 +25,21 @@ class ChunkStore(Protocol):
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """Begin to lift chunks into host memory; returns at once."""
 
+    def is_worth(self, saving_s: float) -> bool:
+        """Whether a question that can save so much time is worth asking now. Asks nothing.
+
+        False while the store is away, or answers so late that waiting would cost more than a small part of that time.
+        """
+
     def stage(
-        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        *,
+        is_prefix: bool = True,
+        recompute_s: float | None = None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
     ) -> Staged | None:
         """What of these chunks is in host memory for all ranks, kept there from now on; the rest begins to be lifted. Waits for no tier.
 
@@ -38,9 +51,12 @@ class ChunkStore(Protocol):
             chains: What is asked for.
             is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted. Otherwise each chunk counts for itself.
             recompute_s: What computing one chunk anew costs, as far as is known: a lift does not take longer than that for each chunk.
+            wait_s: How long to wait for the answer; asked again with the same ticket and chains, wait for the same answer. None: until
+                the store's own deadline.
+            saving_s: What the answer can save. With `wait_s`, a store whose answers take too long for that is away.
 
         Returns:
-            None when the store is away: nothing is known, and nothing held.
+            None when the store is away: nothing is known, and nothing held. Without `tiers` when it has not answered yet.
         """
 
     def unstage(self, tickets: Sequence[str]) -> None:

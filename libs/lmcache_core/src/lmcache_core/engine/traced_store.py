@@ -45,12 +45,23 @@ class TracedChunkStore:
         with working_for("engine prefetch", Carried(self._ids.next()), self._tracer, is_server=False):
             self._store.prefetch(keys)
 
+    def is_worth(self, saving_s: float) -> bool:
+        """See `ChunkStore.is_worth`."""
+        return self._store.is_worth(saving_s)
+
     def stage(
-        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        *,
+        is_prefix: bool = True,
+        recompute_s: float | None = None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
     ) -> Staged | None:
         """See `ChunkStore.stage`."""
         with working_for("engine stage", Carried(self._ids.next()), self._tracer, is_server=False):
-            return self._store.stage(ticket, chains, is_prefix=is_prefix, recompute_s=recompute_s)
+            return self._store.stage(ticket, chains, is_prefix=is_prefix, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s)
 
     def unstage(self, tickets: Sequence[str]) -> None:
         """See `ChunkStore.unstage`."""

@@ -22,7 +22,17 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import RAW_SERDE, UNSEALED_DIGEST, Chunk, MissReason, RecordHeader, TensorSpec, payload_digest, raw_header
+from lmcache_core.record import (
+    HOT_TIER,
+    RAW_SERDE,
+    UNSEALED_DIGEST,
+    Chunk,
+    MissReason,
+    RecordHeader,
+    TensorSpec,
+    payload_digest,
+    raw_header,
+)
 from lmcache_core.telemetry import (
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
@@ -34,7 +44,6 @@ from lmcache_core.telemetry import (
     Counters,
 )
 
-HOT_TIER = "Hot"
 NamedChunk = tuple[int, int, CacheEngineKey]
 """First token, one behind the last, key."""
 

@@ -16,13 +16,14 @@ from lmcache_core.record.decoded import decoded_bytes, decoded_header
 from lmcache_core.record.digest import UNSEALED_DIGEST, payload_digest, payload_hasher
 from lmcache_core.record.header import RAW_SERDE, REPORT_EXTENSION, Extension, RecordHeader, RecordReason, TensorSpec, raw_header
 from lmcache_core.record.hot_verifier import HotVerifier
-from lmcache_core.record.staged import Staged, StagedFrom
+from lmcache_core.record.staged import HOT_TIER, Staged, StagedFrom
 
 __all__ = [
     "Allocate",
     "Chunk",
     "Extension",
     "HEAD_ALIGN_BYTES",
+    "HOT_TIER",
     "HotVerifier",
     "MAX_HEAD_BYTES",
     "MAX_PAYLOAD_BYTES",

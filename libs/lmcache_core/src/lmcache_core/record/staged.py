@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+HOT_TIER = "Hot"
+"""The name of the tier in host memory."""
+
 
 class StagedFrom(IntEnum):
     """Where a staged chunk was found; the values are those of the bytes in `Staged.tiers`."""
@@ -25,7 +28,7 @@ class Staged(NamedTuple):
 
     Attributes:
         is_ready: Nothing more will come: no lift was needed, or it is over.
-        tiers: For each chain one byte a chunk, a `StagedFrom`.
+        tiers: For each chain one byte a chunk, a `StagedFrom`; nothing while the store has not answered.
     """
 
     is_ready: bool

@@ -8,8 +8,10 @@ import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,7 +22,6 @@ from lmcache_core.sidecar.messages import (
     CONTEXT,
     LENGTH,
     LOCKS,
-    Answer,
     Hello,
     HelloOk,
     Message,
@@ -33,14 +34,38 @@ from lmcache_core.sidecar.messages import (
 from lmcache_core.telemetry.request_context import carried
 
 A = TypeVar("A", bound=Message)
+MAX_UNANSWERED = 256
+"""Requests on one connection whose answers have not been read."""
+SEND_TIMEOUT_S = 0.002
+"""For a request that is not waited for: other threads look for answers, and a message may exceed the socket's buffer."""
+POLL_S = 0.05
+READ_BYTES = 64 << 10
 _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log",
     PermissionError: "; let the user that runs the engine use this socket, and the directory that it is in",
 }
 
 
+class Question(Generic[A]):
+    """A request that was sent; `answer` is None until it has been read.
+
+    Args:
+        request: What was sent.
+        expected: Class of the answer.
+    """
+
+    def __init__(self, request: Message, expected: type[A]) -> None:
+        self.name = type(request).__name__
+        self.expected = expected
+        self.answer: A | None = None
+        self.sent_at = time.monotonic()
+
+
 class SidecarConnection:
     """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no use in a forked child.
+
+    The sidecar answers in the order of the requests. So a request may be sent without waiting
+    (`send`); whoever reads next reads the answers before its own, too.
 
     Reservations and pins belong to it: when its socket closes, the sidecar takes them back and gives the memory to others. So the
     socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`). So does its share in the
@@ -62,6 +87,8 @@ class SidecarConnection:
         self._pid = 0
         self._is_usable = False
         self._num_held = 0
+        self._unanswered: deque[Question[Message]] = deque()
+        self._received = bytearray()
         self._welcome: HelloOk | None = None
         self._arena: SharedArena | None = None
         self.verifier = HotVerifier("always")
@@ -155,12 +182,70 @@ class SidecarConnection:
             ProtocolError: The sidecar refused the request or answered something else.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._turn_within(limit_s if turn_s is None else turn_s):
+            deadline = time.monotonic() + limit_s
+            question = self._send(request, expected, limit_s)
+            try:
+                self._read_until(question, deadline)
+            except OSError as exc:
+                self.close()
+                raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+            assert question.answer is not None
+            return question.answer
+
+    def send(self, request: Message, expected: type[A]) -> Question[A]:
+        """Send a request without waiting for its answer.
+
+        Raises:
+            UnavailableError: The connection is gone or busy, or too many answers are missing.
+        """
+        with self._turn_within(SEND_TIMEOUT_S):
+            return self._send(request, expected, SEND_TIMEOUT_S)
+
+    def answer_to(self, question: Question[A], wait_s: float) -> A | None:
+        """Return the answer if it arrives within `wait_s`, else None; the connection stays open.
+
+        Raises:
+            UnavailableError: The connection is gone.
+            ProtocolError: The sidecar refused this request or an earlier one, or answered something else.
+        """
+        deadline = time.monotonic() + wait_s
+        try:
+            with self._turn_within(wait_s):
+                self._read_until(question, deadline)
+        except (TimeoutError, BlockingIOError):
+            pass
+        except OSError as exc:
+            self.close()
+            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+        except UnavailableError:
+            if question.answer is None and not self.is_open:
+                raise
+        return question.answer
+
+    def await_answer(self, question: Question[A], timeout_s: float) -> A | None:
+        """Like `answer_to`, but leave the connection to other threads while nothing arrives."""
+        deadline = time.monotonic() + timeout_s
         self.hold(1)
         try:
-            if not self._turn.acquire(timeout=limit_s if turn_s is None else turn_s):
+            while (answer := self.answer_to(question, 0.0)) is None and (left_s := deadline - time.monotonic()) > 0:
+                assert self._socket is not None, "it is held"
+                arrives = select.poll()
+                arrives.register(self._socket, select.POLLIN)
+                # Another thread may read our answer along with its own: look again soon.
+                arrives.poll(min(left_s, POLL_S) * 1000)
+            return answer
+        finally:
+            self.let_go(1)
+
+    @contextlib.contextmanager
+    def _turn_within(self, limit_s: float) -> Iterator[None]:
+        self.hold(1)
+        try:
+            if not self._turn.acquire(timeout=limit_s):
                 raise UnavailableError(f"sidecar at {self._path}: busy with requests of other threads")
             try:
-                return self._exchange(request, expected, time.monotonic() + limit_s)
+                yield
             finally:
                 self._turn.release()
         finally:
@@ -177,28 +262,76 @@ class SidecarConnection:
             raise VersionError(f"the sidecar answered in version {welcome.version}; this client speaks {spoken}")
         return welcome
 
-    def _exchange(self, request: Message, expected: type[A], deadline: float) -> A:
+    def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
+        connection = self._usable_socket()
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            with contextlib.suppress(OSError):  # answers that are there already and were not fetched
+                self._read_until(self._unanswered[-1], 0.0)
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
+        message = self._encode(request)
+        try:
+            connection.settimeout(max(0.0, limit_s))
+            connection.sendall(message)
+        except OSError as exc:
+            self.close()  # it may have been sent in part
+            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+        question = Question(request, expected)
+        self._unanswered.append(question)  # type: ignore[arg-type]
+        return question
+
+    def _read_until(self, question: Question[A], deadline: float) -> None:
+        """Read answers up to that one.
+
+        Raises:
+            OSError: It did not arrive in time (`TimeoutError`, `BlockingIOError`), or the connection is broken.
+        """
+        while question.answer is None:
+            connection = self._usable_socket()
+            try:
+                answer = decode_answer(self._next_frame(connection, deadline))
+            except ProtocolError as exc:
+                self.close()
+                raise _NotAMessage(str(exc)) from exc
+            try:
+                self._accept(self._unanswered.popleft(), answer)
+            except ProtocolError:
+                self.close()
+                raise
+
+    def _next_frame(self, connection: socket.socket, deadline: float) -> bytes:
+        missing = LENGTH.size - len(self._received)
+        while missing > 0 or (missing := self._frame_bytes() - len(self._received)) > 0:
+            connection.settimeout(max(0.0, deadline - time.monotonic()))
+            received = connection.recv(max(missing, READ_BYTES))
+            if not received:
+                raise ConnectionResetError("it closed the connection")
+            self._received += received
+            missing = LENGTH.size - len(self._received)
+        end = self._frame_bytes()
+        frame = bytes(memoryview(self._received)[LENGTH.size : end])
+        del self._received[:end]
+        return frame
+
+    def _frame_bytes(self) -> int:
+        (length,) = LENGTH.unpack_from(self._received)
+        check_length(length)
+        return LENGTH.size + int(length)
+
+    def _accept(self, question: Question[Message], answer: Message) -> None:
+        if isinstance(answer, question.expected):
+            question.answer = answer
+            return
+        if isinstance(answer, Refused):
+            kind = VersionError if answer.code == "version" else ProtocolError
+            raise kind(f"the sidecar refused {question.name}: {answer.code}: {answer.message}")
+        raise ProtocolError(f"the sidecar answered {question.name} with {type(answer).__name__}")
+
+    def _usable_socket(self) -> socket.socket:
         connection = self._socket
         if connection is None or not self.is_open:
             raise UnavailableError("the connection to the sidecar is closed")
-        try:
-            connection.settimeout(_remaining(deadline))
-            connection.sendall(self._encode(request))
-            (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
-            answer = _decoded(connection, length, deadline)
-        except OSError as exc:
-            self.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
-        except ProtocolError:
-            self.close()
-            raise
-        if isinstance(answer, expected):
-            return answer
-        self.close()
-        if isinstance(answer, Refused):
-            kind = VersionError if answer.code == "version" else ProtocolError
-            raise kind(f"the sidecar refused {type(request).__name__}: {answer.code}: {answer.message}")
-        raise ProtocolError(f"the sidecar answered {type(request).__name__} with {type(answer).__name__}")
+        return connection
 
     def _encode(self, request: Message) -> bytes:
         whose, welcome = carried(), self._welcome
@@ -221,31 +354,3 @@ class SidecarConnection:
 
 class _NotAMessage(ProtocolError):
     """Bytes that are no message of this protocol."""
-
-
-def _decoded(connection: socket.socket, length: int, deadline: float) -> Answer:
-    try:
-        check_length(length)
-        return decode_answer(_receive(connection, length, deadline))
-    except ProtocolError as exc:
-        raise _NotAMessage(str(exc)) from exc
-
-
-def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    buffer = bytearray(num_bytes)
-    view = memoryview(buffer)
-    at = 0
-    while at < num_bytes:
-        connection.settimeout(_remaining(deadline))
-        received = connection.recv_into(view[at:])
-        if received == 0:
-            raise ConnectionResetError("it closed the connection")
-        at += received
-    return bytes(buffer)
-
-
-def _remaining(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("no answer in time")
-    return left_s

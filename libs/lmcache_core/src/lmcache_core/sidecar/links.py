@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
-from lmcache_core.sidecar.connection import SidecarConnection
+from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.sidecar.messages import Message
 
@@ -18,6 +18,7 @@ TURN_S = 0.5
 """Longest wait for other threads' requests before a call does without the cache."""
 
 A = TypeVar("A", bound=Message)
+T = TypeVar("T")
 
 
 class SidecarLinks:
@@ -44,20 +45,45 @@ class SidecarLinks:
         self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float | None = None, turn_s: float = TURN_S
     ) -> A | None:
         """See `SidecarConnection.call`; None when there is no answer, of whatever reason."""
+        return self._tried(connection, lambda: connection.call(request, expected, timeout_s, turn_s))
+
+    def send(self, connection: SidecarConnection, request: Message, expected: type[A]) -> Question[A] | None:
+        """See `SidecarConnection.send`; None if it could not be sent."""
+        return self._tried(connection, lambda: connection.send(request, expected))
+
+    def answer_to(self, connection: SidecarConnection, question: Question[A], wait_s: float) -> A | None:
+        """See `SidecarConnection.answer_to`; None if there is no answer (yet)."""
+        return self._tried(connection, lambda: connection.answer_to(question, wait_s))
+
+    def seconds_to_answer(self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float) -> float | None:
+        """Ask without keeping other threads from asking, and return how long the answer took.
+
+        A connection that does not answer within `timeout_s` is given up; then, and if it cannot be asked, return None.
+        """
+        question = self.send(connection, request, expected)
+        if question is None:
+            return None
+        if self._tried(connection, lambda: connection.await_answer(question, timeout_s)) is not None:
+            return time.monotonic() - question.sent_at
+        if connection.is_open:
+            self.give_up(connection, f"{question.name} was not answered within {timeout_s:g} s")
+        return None
+
+    def give_up(self, connection: SidecarConnection, why: str) -> None:
+        """Use a connection no more: its other end is not to be believed, or cannot be told something that it must know."""
+        connection.close()
+        self._lost(connection, ProtocolError(why), 0.0)
+
+    def _tried(self, connection: SidecarConnection, call: Callable[[], T]) -> T | None:
         begin = time.monotonic()
         try:
-            return connection.call(request, expected, timeout_s, turn_s)
+            return call()
         except (UnavailableError, ProtocolError) as exc:
             if connection.is_open:
                 logger.debug("%s", exc)
             else:
                 self._lost(connection, exc, time.monotonic() - begin)
             return None
-
-    def give_up(self, connection: SidecarConnection, why: str) -> None:
-        """Use a connection no more: its other end is not to be believed, or cannot be told something that it must know."""
-        connection.close()
-        self._lost(connection, ProtocolError(why), 0.0)
 
     def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
         """A sidecar that has gone has closed the other connections too: they are made again at once, not at their next call."""

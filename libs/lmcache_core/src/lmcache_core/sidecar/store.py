@@ -1,13 +1,16 @@
 """The engine's chunk store in sidecar mode: no tier of its own, everything through the pod's sidecar.
 
 The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an empty cache would, and goes on by
-itself when the sidecar is back. A hanging sidecar costs one call its deadline; the calls after it cost nothing (`SidecarLink`).
+itself when the sidecar is back. A hanging sidecar costs one call its deadline; the calls after it cost nothing (`SidecarLink`). One that
+answers late is not waited for where that costs more than it can save (`Pace`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,23 +18,43 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import Chunk, MissReason, Staged
+from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
 from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar.answers import fitted_chains, fitted_ticket, miss_reason, pinned_chunk, reserved_extents, staged_chunks
-from lmcache_core.sidecar.connection import SidecarConnection
+from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent
 from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.sidecar.links import SidecarLinks
+from lmcache_core.sidecar.pace import Pace
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
 
 CALL_MARGIN_S = 0.5
 """What an answer may take beyond the deadline that the sidecar was given."""
-STAGE_TIMEOUT_S = 0.25
-"""Longest wait for a word about tickets: a scheduler asks, and everything waits for it."""
+STEP_SHARE = 8
+"""A question in whose way no tier stands is waited for this part of a tier's deadline: an engine's step waits for it."""
+CHUNK_S = 0.001
+"""What a busy sidecar may take for each chunk of a question: that much is not late."""
+MAX_UNSAID = 4 * m.MAX_BATCH
+"""Tickets to be given back when the sidecar reads again; it forgets the others by itself."""
+UNANSWERED = Staged(False, ())
 
 A = TypeVar("A", bound=m.Message)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question about chunks that was sent and not waited for."""
+
+    connection: SidecarConnection
+    question: Question[m.StageOk]
+    request: m.Stage
+
+    def is_about(self, connection: SidecarConnection, request: m.Stage) -> bool:
+        """Whether it has asked the same on that connection; what computing costs may be known better meanwhile."""
+        mine = self.request
+        return self.connection is connection and (mine.chains, mine.is_prefix) == (request.chains, request.is_prefix)
 
 
 class SidecarChunkStore:
@@ -66,6 +89,10 @@ class SidecarChunkStore:
         self._link = SidecarLink(path, hello, timeout_s, self._greeted)
         self._load_link = SidecarLink(path, hello, timeout_s, lambda connection: None) if loads_beside else self._link
         self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
+        self._pace = Pace(self._probe)
+        self._step_s = timeout_s / STEP_SHARE
+        self._asked: dict[str, _Asked] = {}
+        self._unsaid: list[str] = []
 
     def open(self, on_salt: Callable[[str], None]) -> None:
         """Try to connect; no sidecar is not an error. `on_salt` is called with the sidecar's salt at each connection."""
@@ -75,6 +102,11 @@ class SidecarChunkStore:
     def close(self) -> None:
         """End the connections; reservations and pins go back to the sidecar."""
         self._links.close()
+        self._pace.close()
+
+    def is_worth(self, saving_s: float) -> bool:
+        """See `ChunkStore.is_worth`."""
+        return self._link.connection is not None and self._pace.is_worth(saving_s)
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
         """See `ChunkStore.lookup`."""
@@ -84,7 +116,10 @@ class SidecarChunkStore:
             return 0
         for batch in m.split_batches([key.canonical() for key in keys]):
             request = m.Lookup(batch, tuple(search_range or ()), self._deadline_ms)
-            answer = self._links.ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
+            if search_range is not None and set(search_range) <= {HOT_TIER}:
+                answer = self._ask_in_step(connection, request, m.LookupOk, len(batch))
+            else:
+                answer = self._links.ask(connection, request, m.LookupOk, self._timeout_s + CALL_MARGIN_S)
             if answer is None:
                 break
             num_prefix += min(answer.num_prefix, len(batch))
@@ -100,29 +135,52 @@ class SidecarChunkStore:
                 self._links.ask(connection, m.Prefetch(batch), m.PrefetchOk)
 
     def stage(
-        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        *,
+        is_prefix: bool = True,
+        recompute_s: float | None = None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`; waits at most `STAGE_TIMEOUT_S`, and as long for its turn. More than `m.MAX_CHAINS` are a ValueError."""
+        """See `ChunkStore.stage`. More than `m.MAX_CHAINS` are a ValueError."""
         if len(chains) > m.MAX_CHAINS:
             raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
         connection = self._link.connection
         if connection is None or m.STAGE not in connection.welcome.capabilities:
+            self._asked.pop(ticket, None)
             return None
         asked = fitted_chains(chains)
         request = m.Stage(fitted_ticket(ticket), asked, is_prefix, self._deadline_ms, _microseconds(recompute_s))
-        answer = self._links.ask(connection, request, m.StageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
+        if wait_s is None:
+            if not self._say_unstaged(connection):
+                return None
+            answer = self._links.ask(connection, request, m.StageOk, self._step_s, self._step_s)
+        else:
+            known = self._send_stage(connection, ticket, request, saving_s)
+            if known is None:
+                return None
+            answer = self._links.answer_to(connection, known.question, wait_s if self._pace.is_quick else 0.0)
+            if answer is None and connection.is_open:
+                return self._unanswered(ticket, known, saving_s)
+            del self._asked[ticket]
         staged = None if answer is None else staged_chunks(answer, asked, chains)
         if answer is not None and staged is None:
             self._links.give_up(connection, "the sidecar answered Stage for other chunks")
         return staged
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """See `ChunkStore.unstage`; what cannot be said now the sidecar finds out by itself."""
+        """See `ChunkStore.unstage`; what cannot be said now is said later, or the sidecar finds it out by itself."""
+        for ticket in tickets:
+            self._asked.pop(ticket, None)
         connection = self._link.connection
-        if connection is not None and m.STAGE in connection.welcome.capabilities:
-            for at in range(0, len(tickets), m.MAX_BATCH):
-                batch = tuple(map(fitted_ticket, tickets[at : at + m.MAX_BATCH]))
-                self._links.ask(connection, m.Unstage(batch), m.UnstageOk, STAGE_TIMEOUT_S, STAGE_TIMEOUT_S)
+        if connection is None or m.STAGE not in connection.welcome.capabilities:
+            self._unsaid.clear()  # tickets are those of a connection
+            return
+        self._unsaid += map(fitted_ticket, tickets)
+        del self._unsaid[:-MAX_UNSAID]
+        self._say_unstaged(connection)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""
@@ -148,7 +206,9 @@ class SidecarChunkStore:
             extents = _lent([chunk.memory for chunk in batch])
             assert len(extents) == len(batch), "a chunk is put once, in memory of this store"
             commit = m.Commit(tuple((extent.handle, chunk.head) for extent, chunk in zip(extents, batch, strict=True)))
+            begin = time.monotonic()
             answer = self._return(extents, commit, m.CommitOk)
+            self._pace.took(time.monotonic() - begin - len(batch) * CHUNK_S)
             if answer is not None and len(answer.stored) != len(batch):
                 self._links.give_up(extents[0].connection, "the sidecar answered Commit for another number of chunks")
                 answer = None
@@ -194,6 +254,52 @@ class SidecarChunkStore:
         answer = None if connection is None else self._links.ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else answer.stats
 
+    def _say_unstaged(self, connection: SidecarConnection) -> bool:
+        """Say which tickets have been given back, and wait for no answer; whether all of them have been said."""
+        while self._unsaid:
+            if self._links.send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
+                return False
+            del self._unsaid[: m.MAX_BATCH]
+        return True
+
+    def _send_stage(self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float) -> _Asked | None:
+        """Send a question unless it is on its way; None if it is not worth it, or cannot be sent."""
+        known = self._asked.get(ticket)
+        if known is not None and known.is_about(connection, request):
+            return known
+        self._asked.pop(ticket, None)
+        # A ticket that was given back may be asked for again: the sidecar must hear of it in that order.
+        may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
+        question = self._links.send(connection, request, m.StageOk) if may_ask else None
+        if question is None:
+            return None
+        self._asked[ticket] = _Asked(connection, question, request)
+        return self._asked[ticket]
+
+    def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
+        """What to say of a question without an answer: wait, or do without it."""
+        waited_s = time.monotonic() - asked.question.sent_at
+        if waited_s <= self._pace.patience_s(saving_s):
+            if self._pace.is_quick:
+                self._pace.took(waited_s)
+            return UNANSWERED
+        del self._asked[ticket]
+        self._pace.wasted(waited_s)
+        return None
+
+    def _ask_in_step(self, connection: SidecarConnection, request: m.Message, expected: type[A], num_chunks: int) -> A | None:
+        """Ask what a step waits for, and note how long that took; None when there is no answer."""
+        begin = time.monotonic()
+        answer = self._links.ask(connection, request, expected, self._step_s + num_chunks * CHUNK_S)
+        self._pace.took(time.monotonic() - begin - num_chunks * CHUNK_S)
+        return answer
+
+    def _probe(self) -> float | None:
+        connection = self._link.connection
+        if connection is None:
+            return None
+        return self._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, self._timeout_s)
+
     @property
     def _deadline_ms(self) -> int:
         return max(1, int(self._timeout_s * 1000))
@@ -203,14 +309,16 @@ class SidecarChunkStore:
         welcome = connection.welcome
         self._on_salt(welcome.salt)
         if self._describe is not None and m.DESCRIBE in welcome.capabilities:
+            begin = time.monotonic()
             connection.call(self._describe(welcome.salt), m.DescribeOk)
+            self._pace.took(time.monotonic() - begin)
 
     def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
         extents: list[MemoryObj | None] = []
         connection.hold(len(sizes))
         try:
-            answer = self._links.ask(connection, m.Reserve(sizes), m.ReserveOk)
+            answer = self._ask_in_step(connection, m.Reserve(sizes), m.ReserveOk, len(sizes))
             if answer is None:
                 return []
             given = reserved_extents(connection, answer, shapes, dtype)
@@ -264,7 +372,8 @@ class SidecarChunkStore:
     def _return(self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]) -> A | None:
         """Give lent memory back, by a request or, where that cannot be said, by ending the connection."""
         connection = extents[0].connection
-        answer = self._links.ask(connection, request, expected, turn_s=self._timeout_s)
+        limit_s = self._step_s + len(extents) * CHUNK_S
+        answer = self._links.ask(connection, request, expected, limit_s, self._timeout_s)
         if answer is None:
             self._links.give_up(connection, f"{type(request).__name__} could not be said")
         for extent in extents:

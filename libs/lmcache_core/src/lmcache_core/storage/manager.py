@@ -117,10 +117,21 @@ class StorageManager:
         except UnavailableError:
             self._prefetches.release()
 
+    def is_worth(self, saving_s: float) -> bool:
+        """See `ChunkStore.is_worth`: what is in this process answers at once."""
+        return True
+
     def stage(
-        self, ticket: str, chains: Sequence[ChunkChain], *, is_prefix: bool = True, recompute_s: float | None = None
+        self,
+        ticket: str,
+        chains: Sequence[ChunkChain],
+        *,
+        is_prefix: bool = True,
+        recompute_s: float | None = None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
     ) -> Staged | None:
-        """See `ChunkStore.stage`."""
+        """See `ChunkStore.stage`; it answers at once."""
         staging = self._staging
         if staging is None:
             return None

@@ -124,7 +124,11 @@ def test_tries_are_bounded() -> None:
 def test_tickets_are_given_back_in_all_their_names() -> None:
     for shape, names in ((Shape(), ["a", "b"]), (HYBRID, ["a", "b", "a/window", "b/window"])):
         store = ScriptedStore([None])
-        Offers(store, KVIdentity(METADATA, 1, 1), groups_of(shape), CHUNK_SIZE).give_back(["a", "b"])  # type: ignore[arg-type]
+        offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(shape), CHUNK_SIZE)  # type: ignore[arg-type]
+        for name in ("a", "b"):
+            offers.ask(name, HASHES, NUM_TOKENS, None)
+        offers.give_back(["a", "not asked for", "b"])
+        offers.give_back(["a", "b"])
         assert store.given_back == names
     store = ScriptedStore([None])
     Offers(store, KVIdentity(METADATA, 1, 1), groups_of(HYBRID), CHUNK_SIZE).give_back([])  # type: ignore[arg-type]

@@ -302,12 +302,51 @@ def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
     side.new_request(request_of(name="first"))
     stores_of(side, output_of([("first", TABLE, 0, 43)]))
     clock.now += 0.43
-    side.step_done(None, ())
+    side.step_done(WorkerReport(step=side.step), ())
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
     (load,) = loads_of(side)
     assert load.recompute_s == pytest.approx(CHUNK_SIZE / 100)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2], ids=["one after the other", "async scheduling", "three in the pipeline"])
+@pytest.mark.parametrize(
+    "sizes", [[2048] * 40, [64, 8192, 64, 64] * 10, [2048, 8192, 512] * 15], ids=["prefills", "between decodes", "mixed"]
+)
+def test_the_rate_is_that_of_the_engine_where_steps_overlap(clock: Clock, overlap: int, sizes: list[int]) -> None:
+    """Where vLLM plans a step before the one before has ended, a step takes from the end of that one on."""
+    store, rate = ScriptedStore([hot(5)]), 37_000.0
+    side = SchedulerSide(options_of(prefill_tokens_per_s=None), groups_of(Shape()), KVIdentity(METADATA, 1, 1), store, _salted())  # type: ignore[arg-type]
+    running: list[tuple[int, int]] = []
+
+    def end_one() -> None:
+        num_tokens, number = running.pop(0)
+        # Few tokens cost the weights' way through memory, many what they cost to compute.
+        clock.now += max(num_tokens / rate, 0.02)
+        side.step_done(WorkerReport(step=number) if number else None, ())
+
+    for num_tokens in sizes:
+        side.plan_stores(output_of([("r", TABLE, 0, num_tokens)]), ())
+        running.append((num_tokens, side.step))
+        if len(running) > overlap:
+            end_one()
+    while running:
+        end_one()
+    assert side.recompute_s == pytest.approx(CHUNK_SIZE / rate, rel=0.3)
+
+
+def test_a_step_without_tokens_ends_no_other(clock: Clock) -> None:
+    """Of a step in which nothing is computed vLLM tells only if something has arrived."""
+    store = ScriptedStore([hot(5)])
+    side = SchedulerSide(options_of(prefill_tokens_per_s=None), groups_of(Shape()), KVIdentity(METADATA, 1, 1), store, _salted())  # type: ignore[arg-type]
+    side.plan_stores(EMPTY, ())
+    side.plan_stores(output_of([("r", TABLE, 0, 400)]), ())
+    number = side.step
+    side.step_done(None, ["other"])
+    clock.now += 2.0
+    side.step_done(WorkerReport(step=number), ())
+    assert side.recompute_s == pytest.approx(CHUNK_SIZE / 200)
 
 
 def _salted() -> Roots:

@@ -21,9 +21,9 @@ from lmcache_core.gpu_connectors import KVLayout, PagedGPUConnector
 from lmcache_core.integrations.vllm import worker as worker_module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
-from lmcache_core.integrations.vllm.worker import WorkerSide
+from lmcache_core.integrations.vllm.worker import STORE_QUESTIONS, WorkerSide
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, Counters
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL, Counters
 
 from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Shape, window
 from tests.fixtures.vllm_engine.memory import POISON, RankMemory
@@ -68,8 +68,8 @@ def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(blocks)[places // 4], places % 4
 
 
-def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0) -> StepPlan:
-    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),)),))
+def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_local: int = 0) -> StepPlan:
+    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),), num_local),))
 
 
 def loading(blocks: tuple[int, ...], begin: int, end: int, is_async: bool = False, group: int = 0, first: int = 0) -> StepPlan:
@@ -185,8 +185,44 @@ def test_a_chunk_that_is_there_is_not_stored_again(rank: Callable[..., Rank]) ->
     here = rank()
     here.fill(BLOCKS)
     here.run(storing(BLOCKS[:4]))
+    here.run(storing(num_local=19))
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
+
+
+def test_what_a_request_has_computed_itself_is_not_looked_up(rank: Callable[..., Rank]) -> None:
+    stores: list[RecordingStore] = []
+
+    def wrap(store: ChunkStore) -> RecordingStore:
+        stores.append(RecordingStore(store))
+        return stores[-1]
+
+    here = rank(wrap=wrap)
+    stores[0].calls.clear()
     here.run(storing())
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
+    assert stores[0].calls[:2] == ["reserve", "put"]
+
+
+def test_nothing_is_stored_while_that_costs_more_than_it_is_worth(rank: Callable[..., Rank]) -> None:
+    savings: list[float] = []
+
+    class Late(RecordingStore):
+        def is_worth(self, saving_s: float) -> bool:
+            savings.append(saving_s)
+            return False
+
+    stores: list[Late] = []
+
+    def wrap(store: ChunkStore) -> Late:
+        stores.append(Late(store))
+        return stores[-1]
+
+    here = rank(wrap=wrap)
+    stores[0].calls.clear()
+    here.run(replace(storing(), recompute_s=2.0))
+    assert stores[0].calls == []
+    assert savings == [2.0 * 3 / STORE_QUESTIONS]
+    assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 3
 
 
 def test_of_ranks_that_hold_the_same_the_first_stores(rank: Callable[..., Rank]) -> None:
@@ -336,7 +372,7 @@ def test_what_a_store_raises_ends_here(rank: Callable[..., Rank], method: str) -
     stores[0].is_armed = True
     bad = here.run(loading(OTHER_BLOCKS[:2], 0, 8))[2]
     assert bad == (set(OTHER_BLOCKS[:2]) if method == "get" else set())
-    here.run(storing(BLOCKS[:4]))
+    here.run(storing(BLOCKS[:4], num_local=8))
     assert here.counters.value(FAILED_CALLS_TOTAL) == stores[0].num_raised == 1
     stores[0].is_armed = False
     here.run(storing(BLOCKS[:4]))

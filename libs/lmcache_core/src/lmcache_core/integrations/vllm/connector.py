@@ -178,7 +178,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         stores = self._planned_stores(self._scheduler, scheduler_output, loads)
         if stores is None:
             self._scheduler.stores.lose_track()
-        return StepPlan(loads, stores or (), self._scheduler.waits_for_loads(scheduler_output))
+        return StepPlan(
+            loads, stores or (), self._scheduler.waits_for_loads(scheduler_output), self._scheduler.recompute_s, self._scheduler.step
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See the interface."""

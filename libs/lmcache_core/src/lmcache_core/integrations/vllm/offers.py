@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lmcache_core.engine import ChunkStore
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
-from lmcache_core.keys import ChunkChain
-from lmcache_core.record import StagedFrom
+from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
+from lmcache_core.record import Staged, StagedFrom
 
 MAX_WINDOW_TRIES = 8
 """How often a shorter prefix is tried when chunks of a window are missing."""
 WINDOW_TICKET = "/window"
+Stage = Callable[..., Staged | None]
 
 
 @dataclass(frozen=True)
@@ -48,53 +50,77 @@ class Offers:
         self._chunk_size = chunk_size
         self._whole = [group for group in groups if group.window is None]
         self._windowed = [group for group in groups if group.window is not None]
+        self._open: set[str] = set()
+        self._bounds: dict[str, tuple[bytes, Offer]] = {}
 
-    def ask(self, ticket: str, hashes: Sequence[bytes], num_tokens: int, recompute_s: float | None) -> tuple[Offer, bool]:
-        """What there is now of these chunks, and whether nothing more will come.
+    def ask(
+        self,
+        ticket: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        recompute_s: float | None,
+        wait_s: float | None = None,
+        saving_s: float = 0.0,
+    ) -> tuple[Offer | None, bool]:
+        """What there is now of these chunks, and whether nothing more will come. No offer while the store has not answered.
 
         Args:
             ticket: Names the request; ask again with it to hear how far a lift is.
             hashes: Names of its chunks.
             num_tokens: How many tokens of it can be loaded at most.
             recompute_s: What computing one chunk anew costs; None: not known.
+            wait_s: As for `ChunkStore.stage`.
+            saving_s: As for `ChunkStore.stage`.
         """
+        stage = partial(self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s)
         packed = b"".join(hashes)
-        if not self._whole:
-            return self._shortened_to_windows(ticket, packed, len(hashes), b"", num_tokens, recompute_s)
-        chains = [self._chain(group, packed) for group in self._whole]
-        staged = self._store.stage(self._mark + ticket, chains, recompute_s=recompute_s)
-        if staged is None:
-            return Offer(0), True
-        num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
-        origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
-        if not staged.is_ready or not self._windowed:
-            return Offer(num_chunks, origins), staged.is_ready
-        return self._shortened_to_windows(ticket, packed, num_chunks, origins, num_tokens, recompute_s)
+        self._open.add(ticket)
+        # The windows are asked for when it is known up to where, which is not asked again when they take several calls.
+        known, bound = self._bounds.pop(ticket, (b"", None))
+        if bound is None or known != packed:
+            bound, is_final = self._of_whole_groups(stage, ticket, packed)
+            if bound is None or not is_final:
+                return bound, is_final
+        return self._shortened_to_windows(stage, ticket, packed, bound, num_tokens) if self._windowed else (bound, True)
 
-    def give_back(self, tickets: Sequence[str]) -> None:
-        """What these requests were offered need not be kept any longer."""
-        if tickets:
-            ours = [self._mark + ticket for ticket in tickets]
+    def give_back(self, tickets: Collection[str]) -> None:
+        """What these requests were offered need not be kept any longer; those that were not asked for are passed over."""
+        ours = [self._mark + ticket for ticket in tickets if ticket in self._open]
+        self._open.difference_update(tickets)
+        for ticket in tickets:
+            self._bounds.pop(ticket, None)
+        if ours:
             self._store.unstage([*ours, *(ticket + WINDOW_TICKET for ticket in ours if self._windowed)])
 
-    def _shortened_to_windows(
-        self, ticket: str, packed: bytes, num_chunks: int, origins: bytes, num_tokens: int, recompute_s: float | None
-    ) -> tuple[Offer, bool]:
+    def _of_whole_groups(self, stage: Stage, ticket: str, packed: bytes) -> tuple[Offer | None, bool]:
+        if not self._whole:
+            return Offer(len(packed) // CHUNK_HASH_BYTES), True
+        staged = stage(self._mark + ticket, [self._chain(group, packed) for group in self._whole])
+        if staged is None:
+            return Offer(0), True
+        if not staged.tiers:
+            return None, False
+        num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
+        return Offer(num_chunks, bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]), staged.is_ready
+
+    def _shortened_to_windows(self, stage: Stage, ticket: str, packed: bytes, bound: Offer, num_tokens: int) -> tuple[Offer | None, bool]:
         """The longest prefix whose windows are there too: a windowed group needs only the chunks that the next token looks at."""
+        num_chunks, origins = bound.num_chunks, bound.origins
         for _ in range(MAX_WINDOW_TRIES):
             if num_chunks == 0:
                 break
             end = min(num_chunks * self._chunk_size, num_tokens)
             firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
             chains = [self._chain(group, packed[32 * first : 32 * num_chunks]) for group, first in zip(self._windowed, firsts, strict=True)]
-            staged = self._store.stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False, recompute_s=recompute_s)
+            staged = stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False)
             if staged is None:
                 return Offer(0), True
-            missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=True) if 0 in tiers]
-            if not missing:
+            missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=False) if 0 in tiers]
+            if staged.tiers and not missing:
                 return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks), True
             if not staged.is_ready:
-                return Offer(0), False
+                self._bounds[ticket] = packed, Offer(num_chunks, origins)
+                return (Offer(0) if staged.tiers else None), False
             num_chunks = min(missing)  # every longer prefix up to this one has that chunk in its window, too
             origins = origins[:num_chunks]
         return Offer(0), True

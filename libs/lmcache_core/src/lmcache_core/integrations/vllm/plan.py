@@ -54,10 +54,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Chunks that are complete in vLLM's blocks once this step's forward pass has run."""
+    """Chunks that are complete in vLLM's blocks once this step's forward pass has run.
+
+    Attributes:
+        request_id: Whose.
+        runs: The chunks.
+        num_local: How many of its tokens vLLM had before: chunks of these may be stored already.
+    """
 
     request_id: str
     runs: tuple[ChunkRun, ...]
+    num_local: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,15 @@ class StepPlan:
         loads: What to load, or to begin to load.
         stores: What to store behind it.
         waits_for_loads: Whether all requests wait for loads: nothing else can go on before one of these is over.
+        recompute_s: As in `Load`.
+        step: Its number, to be reported when it has ended; 0 where that is of no interest.
     """
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     waits_for_loads: bool = False
+    recompute_s: float | None = None
+    step: int = 0
 
 
 @dataclass
@@ -84,12 +95,14 @@ class WorkerReport:
         failed: Requests of which a load failed.
         is_out: A worker cannot use its KV memory: nothing is to be loaded.
         hosts: Where workers run, in the first report of each.
+        step: `StepPlan.step`.
     """
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     is_out: bool = False
     hosts: set[str] = field(default_factory=set)
+    step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """This report and that of another worker as one."""
@@ -97,4 +110,5 @@ class WorkerReport:
         self.failed |= other.failed
         self.is_out |= other.is_out
         self.hosts |= other.hosts
+        self.step = max(self.step, other.step)
         return self

@@ -136,10 +136,12 @@ class StorePlanner:
             num_known = len(request.all_token_ids) if self._saves_decode else request.num_prompt_tokens
             if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
                 continue
+            if state.asked_at is not None:
+                continue  # which of its chunks need no storing is known in one of the next steps
             runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
             if not runs or not self._namer.check(state):
                 continue
-            yield Store(state.request_id, tuple(runs))
+            yield Store(state.request_id, tuple(runs), state.num_local)
 
 
 def _first_in(blocks: set[int], table: Sequence[int]) -> int:

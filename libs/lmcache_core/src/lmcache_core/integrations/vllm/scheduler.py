@@ -12,7 +12,7 @@ from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.naming import Namer
-from lmcache_core.integrations.vllm.offers import Offers
+from lmcache_core.integrations.vllm.offers import Offer, Offers
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
@@ -20,10 +20,16 @@ from lmcache_core.integrations.vllm.requests import RequestState
 
 logger = logging.getLogger(__name__)
 
+WAIT_S = 0.003
+"""Longest wait of the scheduler for an answer that others wait for as well: less than a step takes. Then the request is asked about again
+in the next step."""
 POLL_S = 0.002
 """A request that waits for a lift is asked about in every step; the store not more often than this."""
 PATIENCE_MARGIN_S = 0.5
 """What the store may take beyond its own deadline before a request goes on with what is there."""
+
+MAX_TIMED_STEPS = 64
+"""More than vLLM has under way at once; a worker that is out reports none."""
 
 WHOLE_OFFER_S = 60.0
 PARTIAL_OFFER_S = 1.0
@@ -42,6 +48,7 @@ class SchedulerSide:
 
     Attributes:
         stores: Plans what is stored after each step.
+        step: Number of the step that was planned last, if it tells of a prefill's rate, else 0.
     """
 
     def __init__(
@@ -59,14 +66,17 @@ class SchedulerSide:
         self.stores = StorePlanner(options, groups, self._states, self._namer, identity.num_ranks * identity.replicas)
         self._loads: dict[str, RequestState] = {}
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
-        self._step_began: tuple[int, float] | None = None
+        self.step = 0
+        self._num_steps = 0
+        self._timed: dict[int, tuple[int, float]] = {}
+        self._last_ended = 0.0
         self._is_out = False
 
     def new_request(self, request: Any) -> None:
         """A request has come: what it needs begins to be lifted while it waits for its turn."""
         state = self._state_of(request)
         if state.may_load:
-            self._ask(state)
+            self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own can be loaded, and whether beside its steps; None: not known yet, ask again."""
@@ -76,8 +86,10 @@ class SchedulerSide:
             return 0, False
         if state.offer is not None and time.monotonic() - state.polled_at > self._shelf_life_s(state):
             self._end_offer(state)
+        if self._loadable(state) < self._block_size:
+            return 0, False  # vLLM has all of it: not worth waiting for an answer
         if state.offer is None:
-            self._ask(state)
+            self._ask(state, wait_s=WAIT_S)
             if state.offer is None:
                 return (None, False) if state.asked_at is not None else (0, False)
         num_tokens = min(state.offer.num_chunks * self._chunk_size, self._limit_of(state)) - num_local
@@ -91,7 +103,8 @@ class SchedulerSide:
         if state.is_loading:
             return  # the second call for an asynchronous load: nothing new
         if num_external == 0:
-            self._end_offer(state)
+            if state.offer is not None:
+                self._end_offer(state)
             return
         assert state.offer is not None, "tokens that nobody offered are to be loaded"
         state.set_blocks(self._groups, block_ids)
@@ -132,8 +145,20 @@ class SchedulerSide:
             output: vLLM's `SchedulerOutput`.
             loads: The step's loads.
         """
+        for request_id in output.num_scheduled_tokens:
+            state = self._states.get(request_id)
+            if state is not None and state.asked_at is not None:
+                # It runs already: the answer only says what need not be stored.
+                self._ask(state, wait_s=0.0)
+                if state.offer is not None:
+                    self._end_offer(state)
         num_tokens = output.total_num_scheduled_tokens
-        self._step_began = (num_tokens, time.monotonic()) if num_tokens >= MIN_PREFILL_TOKENS and not loads else None
+        self._num_steps += 1
+        self.step = self._num_steps if num_tokens >= MIN_PREFILL_TOKENS and not loads else 0
+        if self.step:
+            self._timed[self.step] = num_tokens, time.monotonic()
+            if len(self._timed) > MAX_TIMED_STEPS:
+                del self._timed[next(iter(self._timed))]
         return self.stores.plan(output, loads)
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
@@ -143,10 +168,7 @@ class SchedulerSide:
             report: Their report; None when there was nothing to say.
             received: Requests whose asynchronous load is over, on all workers.
         """
-        if self._step_began is not None:
-            num_tokens, began = self._step_began
-            self._prefill.note(num_tokens, time.monotonic() - began)
-            self._step_began = None
+        self._note_rate(report.step if report is not None else 0)
         over = list(report.loaded) if report is not None else []
         for request_id in received:
             over.append(request_id)
@@ -182,6 +204,11 @@ class SchedulerSide:
         for state in self._states.values():
             state.gave_up = state.is_outdated = True
 
+    @property
+    def recompute_s(self) -> float | None:
+        """What computing one chunk costs; None while that is not known."""
+        return self._prefill.recompute_s(self._chunk_size)
+
     def _state_of(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
@@ -189,8 +216,11 @@ class SchedulerSide:
             self._states[request.request_id] = state
         return state
 
-    def _ask(self, state: RequestState) -> None:
-        """Ask the store for what a request can load; its answer is `state.offer`, or None while more may come."""
+    def _ask(self, state: RequestState, wait_s: float) -> None:
+        """Ask the store for what a request can load; its answer is `state.offer`, or None while more may come.
+
+        The first call sends the question, and those that follow collect its answer.
+        """
         now = time.monotonic()
         if state.asked_at is not None and now - state.polled_at < POLL_S:
             return
@@ -199,12 +229,14 @@ class SchedulerSide:
         if names is None or not names.hashes:
             state.asked_at = None
             return
-        recompute_s = self._prefill.recompute_s(self._chunk_size)
-        offer, is_final = self._offers.ask(state.request_id, names.hashes, self._limit_of(state), recompute_s)
+        saving_s = self._prefill.recompute_s(self._loadable(state)) or 0.0
+        offer, is_final = self._offers.ask(state.request_id, names.hashes, self._limit_of(state), self.recompute_s, wait_s, saving_s)
+        if offer is None:
+            state.polled_at = 0.0  # to look whether the answer has come costs nothing
         first_asked = state.asked_at if state.asked_at is not None else now
         if is_final or now - first_asked > self._options.engine.tier_timeout_s + PATIENCE_MARGIN_S:
-            state.offer, state.asked_at = offer, None
-            state.stored = [max(stored, offer.num_chunks) for stored in state.stored]
+            state.offer, state.asked_at = offer or Offer(0), None
+            state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
         else:
             state.asked_at = first_asked
 
@@ -214,6 +246,10 @@ class SchedulerSide:
         In an asynchronous load vLLM itself steps back by that one, but a window then reaches back to a token whose block it has dropped.
         """
         return int(state.request.num_tokens) - (0 if self._options.is_async and not self._has_windows else 1)
+
+    def _loadable(self, state: RequestState) -> int:
+        """How many tokens could be loaded if all of its chunks were there, beyond those that vLLM has itself."""
+        return min(state.request.num_tokens // self._chunk_size * self._chunk_size, self._limit_of(state)) - state.num_local
 
     def _shelf_life_s(self, state: RequestState) -> float:
         """How long an offer is good: others may have stored more meanwhile, or the store may keep it no longer."""
@@ -234,7 +270,16 @@ class SchedulerSide:
         state.load = None
         if not state.is_loading:
             state.forget_offer()
-        return Load(state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self._prefill.recompute_s(self._chunk_size))
+        return Load(state.request_id, begin, whole_blocks, tuple(runs), state.is_loading, self.recompute_s)
+
+    def _note_rate(self, step: int) -> None:
+        """A step has ended. Where steps overlap it began when the one before had ended, not when it was planned."""
+        now = time.monotonic()
+        if step in self._timed:
+            num_tokens, planned_at = self._timed[step]
+            self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
+            self._timed = {later: timed for later, timed in self._timed.items() if later > step}
+        self._last_ended = now
 
     def _give_up(self, request_id: str) -> None:
         """A load has failed: offering it again could go on for ever. What the request computes instead is stored again."""

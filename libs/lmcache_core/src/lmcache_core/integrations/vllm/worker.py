@@ -22,13 +22,17 @@ from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
 
 MAX_REST_S = 0.005
 """So long a step that computes nothing waits for the loads that everybody waits for: steps that follow each other for nothing take the
 interpreter's lock from them. A request that comes meanwhile waits no longer than that."""
+
+
+STORE_QUESTIONS = 2
+"""So often a step waits for the sidecar when it stores: for memory, and until it is visible."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ class WorkerSide:
     def begin_loads(self, plan: StepPlan) -> None:
         """Do the loads that this step waits for, begin the others."""
         self._failed_in_step = set()
+        self._report.step = plan.step
         for load in plan.loads:
             if load.is_async and self._lanes:
                 self._loads.submit(load)
@@ -191,7 +196,7 @@ class WorkerSide:
         with self._guard("store"), torch.inference_mode():
             for store in stores:
                 for run in store.runs:
-                    self._store_run(run)
+                    self._store_run(run, store.num_local, plan.recompute_s or 0.0)
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Requests whose asynchronous load is over, and those of them of which it failed."""
@@ -266,10 +271,16 @@ class WorkerSide:
         num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted)
         return None if num_loaded == len(run.hashes) else max(start + num_loaded * chunk_size, load.begin)
 
-    def _store_run(self, run: ChunkRun) -> None:
+    def _store_run(self, run: ChunkRun, num_local: int, recompute_s: float) -> None:
+        """Store one group's chunks, unless the engine's step would wait longer for that than they are worth."""
+        if not self._store.is_worth(recompute_s * len(run.hashes) / STORE_QUESTIONS):
+            self._counters.add(UNSTORED_CHUNKS_TOTAL, len(run.hashes))
+            return
         lane = self._lanes[run.group]
         named = self._named(run, lane)
-        num_known = self._store.lookup([key for _, _, key in named], [HOT_TIER])
+        # What this request has computed itself was not there when it came.
+        num_had = max(0, num_local // self._options.engine.chunk_size - run.first)
+        num_known = self._store.lookup([key for _, _, key in named[:num_had]], [HOT_TIER]) if num_had else 0
         if num_known < len(named):
             lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
 

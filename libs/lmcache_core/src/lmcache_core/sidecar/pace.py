@@ -1,0 +1,84 @@
+"""How long the sidecar takes to answer just now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+QUICK_S = 0.003
+"""A wait of this length is never too long: an answer of a sidecar that is well takes a fraction of it."""
+MAX_DELAY = 0.02
+"""Beyond that, an answer is worth waiting for if the wait is at most this part of what it can save."""
+MAX_FIRST_DELAY = 0.25
+"""As long as all answers have been quick, one that is not is waited for up to this part."""
+REST_PER_LOSS = 20
+MAX_REST_S = 1.0
+"""After a wait for nothing the sidecar is not asked for this many times that wait, so that an unsteady one costs a few percent at most."""
+PROBE_S = 0.25
+"""Between two probes of a sidecar that is late."""
+
+
+class Pace:
+    """The last known time of an answer, and a thread that asks again in the background while that is long. Thread-safe.
+
+    Args:
+        probe: Asks the sidecar for nothing; returns how long its answer took, None if there is none.
+    """
+
+    def __init__(self, probe: Callable[[], float | None]) -> None:
+        self._probe = probe
+        self._took_s = 0.0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether an answer is to be expected at once."""
+        return self._took_s <= QUICK_S
+
+    def is_worth(self, saving_s: float) -> bool:
+        """Whether an answer that can save so much is worth the wait."""
+        return self._took_s <= max(QUICK_S, MAX_DELAY * saving_s)
+
+    def patience_s(self, saving_s: float) -> float:
+        """How long to wait for an answer that has not come yet and can save so much."""
+        return max(QUICK_S, MAX_FIRST_DELAY * saving_s)
+
+    def took(self, seconds: float, rest_s: float = 0.0) -> None:
+        """Note that an answer took so long, or has not come for so long.
+
+        Args:
+            seconds: How long.
+            rest_s: For how long not to ask again even if the sidecar is quick.
+        """
+        self._took_s = seconds
+        if seconds > QUICK_S:
+            with self._lock:
+                if not self._closing.is_set() and (self._thread is None or not self._thread.is_alive()):
+                    self._thread = threading.Thread(target=self._run, args=(rest_s,), name="lmcache-sidecar-pace", daemon=True)
+                    self._thread.start()
+
+    def wasted(self, seconds: float) -> None:
+        """Note that a caller has waited so long for nothing."""
+        self.took(seconds, min(REST_PER_LOSS * seconds, MAX_REST_S))
+
+    def close(self) -> None:
+        """End the thread, after the probe that is under way. Idempotent."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join(MAX_REST_S)
+
+    def _run(self, rest_s: float) -> None:
+        while not self._closing.wait(rest_s):
+            took_s = self._probe()
+            with self._lock:
+                if took_s is None or took_s <= QUICK_S:
+                    # Without a connection nothing is known: the next one is measured when it is made.
+                    self._took_s = 0.0
+                    self._thread = None
+                    return
+            self._took_s = took_s
+            rest_s = PROBE_S

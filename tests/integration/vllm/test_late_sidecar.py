@@ -1,0 +1,97 @@
+"""What the connector asks of a sidecar, and what it no longer asks of one that answers late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.fixtures.late_socket import LateSocket, late_socket
+from tests.fixtures.sidecar import RunningSocket, running_socket
+from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, running, window
+from tests.fixtures.vllm_engine.worlds import beside, prompt
+
+HASTY = {"prefill_tokens_per_s": 1e6}
+"""A hit saves next to nothing: what is waited for is waited for too long."""
+LATE_S = 0.05
+PATIENCE_S = 15.0
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
+    with running_socket(tmp_path, arena_bytes=5 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def relay(sidecar: RunningSocket, tmp_path: Path) -> Iterator[LateSocket]:
+    with late_socket(tmp_path / "late.sock", sidecar.path) as relay:
+        yield relay
+
+
+def eventually(condition: Callable[[], object], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+
+
+def asked(engine: Engine, relay: LateSocket, tokens: list[int]) -> tuple[list[str], int]:
+    """The questions that one request leads to, sorted, and how many tokens were loaded for it."""
+    relay.forget()
+    request = engine.ask(tokens, 2)
+    time.sleep(0.05)
+    return sorted(relay.names()), engine.tally(request).num_external
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_no_question_is_asked_in_vain(any_module: ModuleType, model: Path, relay: LateSocket, load: str) -> None:
+    with running(any_module, model, beside(relay.path, load=load), limits=Limits(64)) as engine:
+        assert asked(engine, relay, prompt(1, 7)) == ([], 0), "less than a chunk"
+        assert asked(engine, relay, prompt(1, 43)) == (["Commit", "Reserve", "Stage", "Unstage"], 0)
+        engine.forget()
+        hit = ["Pin", "Release", "Stage", "Unstage"]
+        assert asked(engine, relay, prompt(1, 43)) == (hit, 40)
+        assert asked(engine, relay, prompt(1, 43)) == (["Stage", "Unstage"], 0), "vLLM has it itself"
+        engine.forget()
+
+
+def test_a_hybrid_gives_its_tickets_back_once(module: ModuleType, model: Path, relay: LateSocket) -> None:
+    shape = Shape((FULL, window(6)), num_blocks=96)
+    with running(module, model, beside(relay.path), shape=shape, limits=Limits(64)) as engine:
+        names, _ = asked(engine, relay, prompt(1, 43))
+        assert names.count("Unstage") == 1
+        engine.forget()
+        names, loaded = asked(engine, relay, prompt(1, 43))
+        assert (names.count("Stage"), names.count("Unstage")) == (2, 1)
+        assert loaded > 0
+        engine.forget()
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(any_module: ModuleType, model: Path, relay: LateSocket, load: str) -> None:
+    """Every answer comes, so no connection is lost; but no step may wait for one."""
+    with running(any_module, model, beside(relay.path, load=load, **HASTY), limits=Limits(64)) as engine:
+        eventually(lambda: found(engine, 1), "nothing is found while the sidecar is quick")
+        num_connections = relay.num_accepted
+        relay.late_s = LATE_S
+        engine.ask(prompt(2, 43), 2)
+        relay.forget()
+        for number in range(3, 23):
+            engine.ask(prompt(number, 43), 2)
+            engine.forget()
+        assert set(relay.names()) <= {"Unstage"}, "the engine's loop waits for a sidecar that is late"
+        relay.late_s = 0.0
+        eventually(lambda: found(engine, 1), "the sidecar is quick again, and is not used")
+        eventually(lambda: found(engine, 30), "the sidecar is quick again, and nothing is stored")
+        assert relay.num_accepted == num_connections, "the connections were good"
+
+
+def found(engine: Engine, number: int) -> bool:
+    """Whether a prompt is found; it is computed, and stored, if it is not."""
+    request = engine.ask(prompt(number, 43), 2)
+    engine.forget()
+    return engine.tally(request).num_external >= 39
