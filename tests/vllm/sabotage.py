@@ -31,23 +31,26 @@ class Sabotage:
     def __enter__(self) -> Sabotage:
         from lmcache_core.sidecar import SidecarConnection
 
-        original = SidecarConnection.call
+        send, accept = SidecarConnection._send, SidecarConnection._accept
 
-        def call(connection: SidecarConnection, request: Any, *args: Any, **kwargs: Any) -> Any:
-            is_it = type(request).__name__ == self._message and not self.has_happened
-            if is_it and self._when == BEFORE:
-                self._happen()
-            answer = original(connection, request, *args, **kwargs)
-            if is_it and self._when == AFTER:
-                self._happen()
-            return answer
+        def sent(connection: SidecarConnection, request: Any, *args: Any) -> Any:
+            if self._when == BEFORE:
+                self._happen(type(request).__name__)
+            return send(connection, request, *args)
 
-        self._patch.setattr(SidecarConnection, "call", call)
+        def accepted(connection: SidecarConnection, question: Any, answer: Any) -> None:
+            accept(connection, question, answer)
+            if self._when == AFTER:
+                self._happen(question.name)
+
+        self._patch.setattr(SidecarConnection, "_send", sent)
+        self._patch.setattr(SidecarConnection, "_accept", accepted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._patch.undo()
 
-    def _happen(self) -> None:
-        self.has_happened = True
-        self._action()
+    def _happen(self, message: str) -> None:
+        if message == self._message and not self.has_happened:
+            self.has_happened = True
+            self._action()

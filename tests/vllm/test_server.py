@@ -84,6 +84,8 @@ def test_hits_are_visible_in_the_answers(world: World, is_child: bool) -> None:
     options = world.options()
     server = start(world, beside_example(options, world.owner.directory) if is_child else options)
     eventually(server.is_healthy, "the server does not become healthy", START_TIMEOUT_S)
+    # Its scheduler, and its worker's stores and loads: or the first request of a new pod would miss.
+    assert len(sidecar.get("/v1/clients")["clients"]) == 3
     stored = Growth(sidecar)
     cold = server.complete(ask)
     stored.reaches(3)

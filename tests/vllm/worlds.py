@@ -22,8 +22,8 @@ BACK_S = 40.0
 """So long may an engine not notice that its sidecar is back: it has made callers wait, and is avoided for a multiple of that."""
 
 UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
-"""For hits from a disk, a peer or a storage: so slow an engine waits for them. A tiny model soon computes faster than they deliver on a
-busy machine, and rightly does not wait."""
+"""For hits: so slow an engine waits for them. A tiny model soon computes faster than a sidecar answers on a busy machine, and rightly
+does not wait."""
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
@@ -57,7 +57,7 @@ class World:
         """
         connector = {name.removeprefix("lmcache_"): value for name, value in options.items() if name.startswith("lmcache_")}
         others = {name: value for name, value in options.items() if not name.startswith("lmcache_")}
-        extra = {"sidecar_socket": str(socket_of(self.owner, at)), "chunk_size": CHUNK_SIZE} | connector
+        extra = {"sidecar_socket": str(socket_of(self.owner, at)), "chunk_size": CHUNK_SIZE, "prefill_tokens_per_s": 100.0} | connector
         named = {f"lmcache.{name}": value for name, value in extra.items()}
         return engine_options(self.models / model, kv_transfer_config=transfer_config(named, policy), **others)
 

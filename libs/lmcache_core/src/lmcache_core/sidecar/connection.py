@@ -89,6 +89,7 @@ class SidecarConnection:
         self._num_held = 0
         self._unanswered: deque[Question[Message]] = deque()
         self._received = bytearray()
+        self._unsent = bytearray()
         self._welcome: HelloOk | None = None
         self._arena: SharedArena | None = None
         self.verifier = HotVerifier("always")
@@ -270,15 +271,34 @@ class SidecarConnection:
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
         message = self._encode(request)
+        deadline = time.monotonic() + limit_s
         try:
-            connection.settimeout(max(0.0, limit_s))
-            connection.sendall(message)
-        except OSError as exc:
-            self.close()  # it may have been sent in part
-            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+            self._flush(connection, deadline)
+        except (TimeoutError, BlockingIOError) as exc:
+            raise UnavailableError(f"sidecar at {self._path}: it does not read") from exc
         question = Question(request, expected)
         self._unanswered.append(question)  # type: ignore[arg-type]
+        self._unsent += message
+        with contextlib.suppress(TimeoutError, BlockingIOError):  # the rest is sent before the next answer is read
+            self._flush(connection, deadline)
         return question
+
+    def _flush(self, connection: socket.socket, deadline: float) -> None:
+        """Send what could not be sent before.
+
+        Raises:
+            OSError: The socket's buffer is full (`TimeoutError`, `BlockingIOError`).
+            UnavailableError: The connection is broken.
+        """
+        try:
+            while self._unsent:
+                connection.settimeout(max(0.0, deadline - time.monotonic()))
+                del self._unsent[: connection.send(self._unsent)]
+        except (TimeoutError, BlockingIOError):
+            raise
+        except OSError as exc:
+            self.close()
+            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
 
     def _read_until(self, question: Question[A], deadline: float) -> None:
         """Read answers up to that one.
@@ -288,6 +308,7 @@ class SidecarConnection:
         """
         while question.answer is None:
             connection = self._usable_socket()
+            self._flush(connection, deadline)
             try:
                 answer = decode_answer(self._next_frame(connection, deadline))
             except ProtocolError as exc:

@@ -63,10 +63,12 @@ class SidecarLinks:
         question = self.send(connection, request, expected)
         if question is None:
             return None
-        if self._tried(connection, lambda: connection.await_answer(question, timeout_s)) is not None:
-            return time.monotonic() - question.sent_at
-        if connection.is_open:
+        try:
+            if connection.await_answer(question, timeout_s) is not None:
+                return time.monotonic() - question.sent_at
             self.give_up(connection, f"{question.name} was not answered within {timeout_s:g} s")
+        except (UnavailableError, ProtocolError) as exc:
+            self._lost(connection, exc, 0.0)  # the engine did not wait
         return None
 
     def give_up(self, connection: SidecarConnection, why: str) -> None:

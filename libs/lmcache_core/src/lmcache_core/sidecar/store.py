@@ -180,7 +180,8 @@ class SidecarChunkStore:
             return
         self._unsaid += map(fitted_ticket, tickets)
         del self._unsaid[:-MAX_UNSAID]
-        self._say_unstaged(connection)
+        if self._pace.is_quick:
+            self._say_unstaged(connection)
 
     def reserve(self, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         """See `ChunkStore.reserve`."""

@@ -1,0 +1,75 @@
+"""`python -m tests.bench.late_sidecar`: the first token of cold prompts at a sidecar that answers late, against a vLLM without us.
+
+Takes about five minutes; prints the table of docs/benchmarks.md ("A sidecar that answers late").
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.bench.vllm_engines import CHUNK_SIZE, HOME, TimedEngine, random_prompt
+from tests.fixtures.late_socket import LateSocket, late_socket
+from tests.vllm.models import LLAMA, made_models
+from tests.vllm.processes import Owner
+from tests.vllm.sidecars import sidecar, socket_of
+
+LATE_S = (0.0, 0.01, 0.05, 0.19)
+PAIRS = {100: 40, 300: 30, 1000: 20}
+"""Pairs of each length of a prompt; a model of this size has noise of its own."""
+WARM_UPS = 3
+
+
+def main() -> None:
+    """Measure and print."""
+    begin = os.getloadavg()[0]
+    print("| prompt | answers late by | plain vLLM, ms | with the connector, ms | ratio: median | quartiles | pairs |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory(prefix="lmcache-late-") as scratch, Owner(Path(scratch)) as owner:
+        sidecar(owner)
+        with late_socket(Path(scratch) / "late.sock", socket_of(owner)) as relay:
+            model = made_models(HOME) / LLAMA
+            plain = TimedEngine(owner, "plain", model)
+            ours = TimedEngine(owner, "ours", model, {"sidecar_socket": str(relay.path), "chunk_size": CHUNK_SIZE})
+            for engine in (plain, ours):
+                engine.open()
+            _measure(plain, ours, relay)
+    print(f"\nLoad of the machine: {begin:.1f} before, {os.getloadavg()[0]:.1f} after; {os.cpu_count()} cores.")
+
+
+def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
+    dice = random.Random()
+    for num_tokens in PAIRS:
+        for _ in range(WARM_UPS):
+            _pair(plain, ours, dice, num_tokens)
+    for late_s in LATE_S:
+        relay.late_s = late_s
+        _pair(plain, ours, dice, max(PAIRS))  # the first request finds out that the sidecar is late
+        for num_tokens, num_pairs in PAIRS.items():
+            took = [_pair(plain, ours, dice, num_tokens, is_swapped=bool(number % 2)) for number in range(num_pairs)]
+            _print(num_tokens, late_s, took)
+
+
+def _pair(plain: TimedEngine, ours: TimedEngine, dice: random.Random, num_tokens: int, is_swapped: bool = False) -> tuple[float, float]:
+    """Seconds without and with us, for two prompts that nobody has seen."""
+    seconds: dict[TimedEngine, float] = {}
+    for engine in (ours, plain) if is_swapped else (plain, ours):
+        took = engine.first_token(random_prompt(dice, num_tokens))
+        assert took.num_cached == 0
+        seconds[engine] = took.seconds
+    return seconds[plain], seconds[ours]
+
+
+def _print(num_tokens: int, late_s: float, took: Sequence[tuple[float, float]]) -> None:
+    without, with_us = (statistics.median(column) * 1e3 for column in zip(*took, strict=True))
+    low, middle, high = statistics.quantiles([ours / plain for plain, ours in took], n=4)
+    cells = (f"{late_s * 1e3:.0f} ms", f"{without:.1f}", f"{with_us:.1f}", f"{middle:.2f}", f"{low:.2f} … {high:.2f}", f"{len(took)}")
+    print(f"| {num_tokens:,} tokens | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

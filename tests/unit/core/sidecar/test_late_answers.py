@@ -1,0 +1,173 @@
+"""Answers that come late: they are not waited for beyond what they can save, and end no connection."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcache_core.record import Staged
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import messages as m
+from lmcache_core.sidecar.connection import MAX_UNANSWERED
+from lmcache_core.sidecar.pace import QUICK_S, Pace
+from lmcache_core.telemetry import Counters
+
+from tests.fixtures.chains import chain_of
+from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+
+HELLO = m.Hello(m.VERSION, m.VERSION, "test", 1, 0, "m", "layout", m.CAPABILITIES)
+CHAINS = [chain_of(range(3))]
+GOOD = Staged(True, (b"\1\1\0",))
+MUCH_S = 1000.0
+TIMEOUT_S = 5.0
+PATIENCE_S = 10.0
+
+
+class Held:
+    """Answers nothing but HELLO until `go` is set."""
+
+    def __init__(self, sidecar: ScriptedSidecar) -> None:
+        self.go = threading.Event()
+        self._sidecar = sidecar
+
+    def __call__(self, request: m.Message) -> Answer:
+        if isinstance(request, m.Hello):
+            return self._sidecar.welcome(capabilities=m.CAPABILITIES)
+        self.go.wait(PATIENCE_S)
+        match request:
+            case m.Stage():
+                return m.StageOk(*GOOD)
+            case m.Unstage():
+                return m.UnstageOk()
+        return m.ReleaseOk()
+
+
+@contextlib.contextmanager
+def held(directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
+    with scripted_sidecar(directory, lambda request: None) as sidecar:
+        sidecar.script = script = Held(sidecar)
+        store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters())
+        store.open(lambda salt: None)
+        try:
+            yield store, sidecar, script.go
+        finally:
+            script.go.set()
+            store.close()
+
+
+def eventually(condition: Callable[[], object], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.005)
+
+
+def asked(sidecar: ScriptedSidecar) -> list[str]:
+    return [type(request).__name__ for request in sidecar.requests if request != m.Release(())]
+
+
+def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        for _ in range(20):
+            assert store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == Staged(False, ())
+        go.set()
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "the answer is lost")
+        assert asked(sidecar) == ["Hello", "Stage"]
+        assert sidecar.num_connections == 1
+
+
+def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
+        assert not store.is_worth(0.0)
+        assert store.is_worth(MUCH_S)
+        for number in range(100):
+            assert store.stage(f"t{number}", CHAINS, wait_s=0.0) is None
+            store.unstage([f"t{number}"])
+        assert asked(sidecar).count("Stage") == 1
+        go.set()
+        eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick again")
+        eventually(lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "it is not asked again")
+        assert sidecar.num_connections == 1, "an answer that came late has cost a connection"
+
+
+def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
+    with held(tmp_path, timeout_s=0.2) as (store, sidecar, go):
+        assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0) is None, "it waits without end")
+        eventually(lambda: sidecar.num_connections > 1, "the connection is kept for ever")
+        go.set()
+        eventually(lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "it is not asked again")
+
+
+def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        go.set()
+        for _ in range(3):
+            eventually(lambda: store.stage("t", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "no answer")
+            store.unstage(["t"])
+        eventually(lambda: len(asked(sidecar)) == 7, "not all was said")
+        assert asked(sidecar)[1:] == ["Stage", "Unstage"] * 3
+
+
+def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        assert store.stage("t", [chain_of(range(2))], wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
+        assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
+        go.set()
+        eventually(lambda: asked(sidecar).count("Stage") == 2, "it was not asked")
+
+
+def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        begin = time.monotonic()
+        for number in range(4 * MAX_UNANSWERED):
+            store.unstage([f"t{number}"])
+        assert time.monotonic() - begin < PATIENCE_S / 2
+        assert store._link.connection is not None
+        go.set()
+        said: set[str] = set()
+
+        def is_said() -> bool:
+            store.unstage(["last"])
+            said.update(ticket for request in list(sidecar.requests) if isinstance(request, m.Unstage) for ticket in request.tickets)
+            return len(said) == 4 * MAX_UNANSWERED + 1
+
+        eventually(is_said, "tickets that could not be given back at once are forgotten")
+
+
+def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
+    pieces = m.encode(m.StageOk(*GOOD))
+    with held(tmp_path) as (store, sidecar, _):
+
+        def script(request: m.Message) -> Answer:
+            if not isinstance(request, m.Stage):
+                return m.ReleaseOk()
+            for at in range(len(pieces) - 1):
+                sidecar._connections[-1].sendall(pieces[at : at + 1])
+                time.sleep(0.002)
+            return pieces[-1:]
+
+        sidecar.script = script
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "pieces are lost")
+        assert asked(sidecar) == ["Hello", "Stage"]
+
+
+def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
+    """A sidecar that is quick when it is probed, and late when it matters, may not cost more than a few percent."""
+    probes: list[float] = []
+    pace = Pace(lambda: probes.append(time.monotonic()) or 0.0)  # type: ignore[func-returns-value]
+    begin = time.monotonic()
+    pace.wasted(0.01)
+    assert not pace.is_worth(0.0)
+    eventually(lambda: pace.is_worth(0.0), "it rests for ever")
+    assert probes[0] - begin >= 0.2
+    pace.took(2 * QUICK_S)
+    eventually(lambda: len(probes) == 2 and pace.is_worth(0.0), "one answer that came late is held against it")
+    pace.close()
+    pace.took(1.0)
+    assert len(probes) == 2

@@ -1,0 +1,59 @@
+"""What a real vLLM asks of a sidecar, and what it no longer asks of one that answers late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.late_socket import LateSocket, late_socket
+from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import eventually, socket_of
+from tests.vllm.worlds import EITHER_LOAD, World, is_found
+
+LATE_S = 0.05
+HASTY = {"lmcache_prefill_tokens_per_s": 1e6}
+
+
+@pytest.fixture
+def relay(world: World, tmp_path: Path) -> Iterator[LateSocket]:
+    world.sidecar()
+    with late_socket(tmp_path / "late.sock", socket_of(world.owner)) as relay:
+        yield relay
+
+
+def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
+    """The questions that one request leads to, sorted, and how many tokens vLLM had."""
+    relay.forget()
+    answer = engine.ask(ask)
+    time.sleep(0.1)
+    return sorted(relay.names()), answer.num_cached
+
+
+@EITHER_LOAD
+@pytest.mark.smoke
+def test_no_question_is_asked_in_vain(world: World, relay: LateSocket, load: str) -> None:
+    with running_engine(world.options(lmcache_load=load, lmcache_sidecar_socket=str(relay.path))) as engine:
+        assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
+        ask = Ask(prompt(501, 1000))
+        assert asked(engine, relay, ask) == (["Commit", "Reserve", "Stage", "Unstage"], 0)
+        assert asked(engine, relay, ask) == (["Stage", "Unstage"], 896), "vLLM has it itself"
+        engine.reset()
+        assert asked(engine, relay, ask) == (["Pin", "Release", "Stage", "Unstage"], 3 * CHUNK_SIZE)
+
+
+def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(world: World, relay: LateSocket) -> None:
+    found = Ask(prompt(510, 600))
+    with running_engine(world.options(lmcache_sidecar_socket=str(relay.path), **HASTY)) as engine:
+        eventually(lambda: is_found(engine, found), "nothing is found while the sidecar is quick")
+        relay.late_s = LATE_S
+        engine.ask(Ask(prompt(511, 600)))
+        relay.forget()
+        for number in range(512, 524):
+            engine.ask(Ask(prompt(number, 600)))
+        assert set(relay.names()) <= {"Unstage"}, "the engine's loop waits for a sidecar that is late"
+        relay.late_s = 0.0
+        eventually(lambda: is_found(engine, found), "the sidecar is quick again, and is not used")
