@@ -162,16 +162,14 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
     Raises:
         ConfigError: They do; the text names the options, their values and the fix, and no secret.
     """
-    for contradiction in CONTRADICTIONS:
-        if contradiction.holds(config):
-            values = ", ".join(f"{name}={options[name].shown(getattr(config, name))}" for name in contradiction.names)
-            raise ConfigError(f"{values}: {contradiction.why}")
-    if config.sidecar_socket is None:
-        return
-    for name, option in options.items():
+    for name, option in options.items() if config.sidecar_socket is not None else ():
         value = getattr(config, name)
         if option.about.beside_sidecar and value not in (None, option.default):
             raise ConfigError(
                 f"{name}={option.shown(value)}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's; "
                 f"{option.about.beside_sidecar}"
             )
+    for contradiction in CONTRADICTIONS:
+        if contradiction.holds(config):
+            values = ", ".join(f"{name}={options[name].shown(getattr(config, name))}" for name in contradiction.names)
+            raise ConfigError(f"{values}: {contradiction.why}")

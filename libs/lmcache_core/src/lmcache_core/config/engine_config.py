@@ -15,6 +15,7 @@ from lmcache_core.config.options import (
     DISK_SERDES,
     EVICTION_POLICIES,
     NON_EMPTY,
+    SOCKET_PATH,
     VERIFY_HOT_MODES,
     about,
     did_you_mean,
@@ -39,7 +40,9 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     _: KW_ONLY
     sidecar_socket: str | None = field(
         default=None,
-        metadata=about("Sidecar", "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.", form=NON_EMPTY),
+        metadata=about(
+            "Sidecar", "Unix socket of the pod's sidecar, whose tiers the engine then uses instead of its own.", form=SOCKET_PATH
+        ),
     )
     verify_hot: str = field(
         default="always",

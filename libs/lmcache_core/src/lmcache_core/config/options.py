@@ -219,4 +219,10 @@ def _as_yaml(value: Any) -> str:
 
 REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any")
 DIRECTORY_URL = Form(is_directory_url, "a directory as file:///dir/ (with ?, # and comma written as %3F, %23, %2C)")
+MAX_SOCKET_PATH_BYTES = 107
+"""What Linux takes for a Unix socket."""
+SOCKET_PATH = Form(
+    lambda text: text.startswith("/") and "\0" not in text and len(text.encode("utf-8", "replace")) <= MAX_SOCKET_PATH_BYTES,
+    f"an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes, without a scheme",
+)
 NON_EMPTY = Form(lambda text: text.strip() != "", "text")

@@ -24,7 +24,10 @@ def test_names_with_and_without_prefix(prefix: str) -> None:
 
 
 def test_what_is_meant_for_others_is_passed_over() -> None:
-    assert read_options({**PLACE, "other_connector": 1, "path": "x"}, "cpu").engine.max_local_cpu_size == 1.0
+    assert (
+        read_options({**PLACE, "other_connector": 1, "path": "x", "block_size": 16, "connectors": []}, "cpu").engine.max_local_cpu_size
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,18 @@ def test_defaults_are_those_of_the_device(device: str, layout: str) -> None:
         ({"lmcache.model_name": ""}, r"lmcache\.model_name='': must be text"),
         ({"lmcache.config_file": True}, r"lmcache\.config_file=True: must be text"),
         ({"lmcache.sidecar_socket": "/run/s.sock", "lmcache.salt": "x"}, "salt"),
+        ({"chunksize": 64}, r"chunksize is no option; did you mean lmcache\.chunk_size\?"),
+        ({"lmcache_chunk_size": 64}, r"lmcache_chunk_size is no option; did you mean lmcache\.chunk_size\?"),
+        ({"LMCACHE_SIDECAR_SOCKET": "/s"}, r"did you mean lmcache\.sidecar_socket\?"),
+        ({"lmcache-chunk-sise": 64}, r"lmcache-chunk-sise is no option; did you mean lmcache\.chunk_size\?"),
+        ({"lmcache.sidecar_socket": "/" + 107 * "s"}, "an absolute path of at most 107 bytes"),
+        ({"lmcache.sidecar_socket": "unix:///run/s.sock"}, "an absolute path of at most 107 bytes, without a scheme"),
+        ({"lmcache.sidecar_socket": "s.sock"}, "an absolute path"),
+        ({"lmcache.sidecar_socket": "/tmp"}, r"sidecar_socket='/tmp': is a directory"),
+        (
+            {"lmcache.sidecar_socket": "/s", "lmcache.local_disk": "file:///d/"},
+            r"local_disk=.*, sidecar_socket='/s': the tiers are the sidecar's",
+        ),
     ],
 )
 def test_errors(extra: dict[str, Any], complaint: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lmcache_core.config import LMCacheEngineConfig
@@ -31,8 +33,8 @@ class ConnectorOptions:
         load: When KV is loaded: "async" (default), while the request waits and others go on; or "sync", before the forward pass of the
             request's first step. When a synchronous load fails and the request ends before it has computed that KV, vLLM may take the
             blocks for KV all the same; so this is for those who know that they need it.
-        layout: What a chunk holds: "tokens", so that engines with other block sizes and layouts can use it; or "blocks", vLLM's blocks as
-            they are, for backends that pack their inside.
+        layout: What a chunk holds: "tokens", so that engines with other layouts can use it; or "blocks", vLLM's blocks as they are, for
+            backends that pack their inside.
         kv_cache_layout: Layout to ask vLLM for, in its words; None: whatever it likes.
         model_name: Name under which KV is shared; None: the model's.
         revision: Revision of the weights; None: their fingerprint.
@@ -65,6 +67,10 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     unknown = [name for name in named if name not in KNOWN]
     if unknown:
         raise ConfigError(f"kv_connector_extra_config: {PREFIX}{unknown[0]} is no option{did_you_mean(unknown[0], KNOWN)}")
+    for name in extra:
+        meant = _meant(name)
+        if name not in KNOWN and not name.startswith(PREFIX) and meant is not None:
+            raise ConfigError(f"kv_connector_extra_config: {name} is no option; did you mean {PREFIX}{meant!s}?")
     own = {name: named.pop(name, None) for name in OWN_OPTIONS}
     for name in TEXTS:
         if own[name] is not None and not (isinstance(own[name], str) and own[name]):
@@ -74,11 +80,28 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
     engine = _engine_config(own["config_file"], named)
+    if engine.sidecar_socket is not None and Path(engine.sidecar_socket).is_dir():
+        raise ConfigError(
+            f"sidecar_socket={engine.sidecar_socket!r}: is a directory; set it to the socket that the sidecar names in its log"
+        )
     if engine.enable_blending:
         raise ConfigError(
             "enable_blending=True: vLLM lets a connector load prefixes only; set it to false, prefixes are reused all the same"
         )
     return ConnectorOptions(engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"])
+
+
+def _meant(name: str) -> str | None:
+    """The option that a name without our prefix is meant to be: it is spelt like one, or begins as ours do."""
+    spelt = _letters(name)
+    same = [known for known in KNOWN if _letters(known) in (spelt, spelt.removeprefix("lmcache"))]
+    if same or not spelt.startswith("lmcache"):
+        return same[0] if same else None
+    return (difflib.get_close_matches(spelt.removeprefix("lmcache"), KNOWN, n=1, cutoff=0.0) or [KNOWN[0]])[0]
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _engine_config(config_file: str | None, named: Mapping[str, Any]) -> LMCacheEngineConfig:
