@@ -87,8 +87,8 @@ def test_options_and_defaults() -> None:
     ("options", "text"),
     [
         ({"MEMORY_GB": "0"}, "memory_gb"),
-        ({"DISK_PATH": "/data"}, "go together"),
-        ({"DISK_GB": "5"}, "go together"),
+        ({"DISK_PATH": "/data"}, "disk_path='/data', but disk_gb is not set: set both or none"),
+        ({"DISK_GB": "5"}, "disk_gb=5.0, but disk_path is not set: set both or none"),
         ({"LM_HOST": "192.0.2.1"}, "auth_tokens_file"),
         ({"LM_HOST": "192.0.2.1", "AUTH_TOKENS_FILE": "/t"}, "lm_host='192.0.2.1'.*allow_plaintext=true"),
         ({"TLS_KEY_FILE": "/key"}, "tls_cert_file is not"),

@@ -48,6 +48,7 @@ def test_what_is_wrong_is_named_with_where_it_is_from(given: dict[str, Any], env
         (b"loockup_urls: [http://h:1]", "loockup_urls is no option; did you mean 'lookup_urls'"),
         (b"- a", "one `name: value` a line"),
         (b"a: [", "is not YAML"),
+        (b"tls: a\nnamespace: b\ntls: c", "line 3: the name 'tls' is there twice; keep one of them"),
         (b"\xff\xfe\x00", "is not YAML"),
         (b"token_file: 7", r"token_file=7 \(.*ctl.yaml\): it must be the path of a file"),
         (b"#" * (1 << 20) + b"#", "it is no settings file"),

@@ -145,6 +145,23 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, part: str) -> None:
     assert part in refusal(text, tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("port: 1\nhost: localhost\nport: 2\n", "line 3: the name 'port' is there twice; keep one of them"),
+        ("labels:\n  a: b\n  a: c\n", "line 3: the name 'a' is there twice"),
+    ],
+)
+def test_a_name_twice_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    """PyYAML takes the last."""
+    (tmp_path / "config.yaml").write_text(text)
+    assert told in refusal(path=tmp_path / "config.yaml")
+
+
+def test_a_name_twice_in_a_variable_is_refused() -> None:
+    assert "the name 'a' is there twice" in refusal(LABELS="{a: b, a: c}")
+
+
 def test_a_huge_file_is_refused(tmp_path: Path) -> None:
     assert "larger than" in refusal("#" * (1 << 20) + "\n", tmp_path / "c")
 

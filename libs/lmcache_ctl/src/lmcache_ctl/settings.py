@@ -125,6 +125,7 @@ def _as_path(kind: type, value: Any) -> Path:
 
 def _read_file(path: Path) -> dict[str, Any]:
     import yaml
+    from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
     try:
         with path.open("rb") as file:
@@ -134,7 +135,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if len(data) > MAX_CONFIG_FILE_BYTES:
         raise UsageError(f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is no settings file")
     try:
-        values = yaml.safe_load(data)
+        values = load_yaml(data)
+    except DuplicateNameError as exc:
+        raise UsageError(f"{path}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise UsageError(f"{path} is not YAML: write one `name: value` a line") from exc
     if values is None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 import yaml
 from lmcache_core.errors import ConfigError
+from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 FieldPath = tuple[str, ...]
@@ -138,7 +139,9 @@ def _is_scalar(annotation: Any) -> bool:
 
 def _parse_yaml(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
+    except DuplicateNameError as exc:
+        raise ConfigError(f"{name}: the name {exc.name!r} is there twice; keep one of them") from None
     except yaml.YAMLError:
         raise ConfigError(f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}") from None
 

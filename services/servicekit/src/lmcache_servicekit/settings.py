@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import validate_instance_id
+from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 from lmcache_core.telemetry.tracing import DEFAULT_SAMPLE_RATIO
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -208,7 +209,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if len(data) > MAX_CONFIG_FILE_BYTES:
         raise ConfigError(f"config file {path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; it is not a settings file")
     try:
-        raw = yaml.safe_load(data)
+        raw = load_yaml(data)
+    except DuplicateNameError as exc:
+        raise ConfigError(f"config file {path}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
         raise ConfigError(f"config file {path}: line {line} is not YAML; correct it") from None

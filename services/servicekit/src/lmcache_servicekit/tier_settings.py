@@ -96,8 +96,10 @@ class TierSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_disk(self) -> TierSettings:
-        if (self.disk_path is None) != (self.disk_gb == 0):
-            raise ValueError(f"disk_path={str(self.disk_path)!r} and disk_gb={self.disk_gb} go together: set both or none")
+        if self.disk_path is None and self.disk_gb:
+            raise ValueError(f"disk_gb={self.disk_gb}, but disk_path is not set: set both or none")
+        if self.disk_path is not None and not self.disk_gb:
+            raise ValueError(f"disk_path={str(self.disk_path)!r}, but disk_gb is not set: set both or none")
         disk_quotas = [self.tenant_disk_quota_gb, *(quota.disk_gb for quota in self.tenant_quotas.values())]
         if self.disk_path is None and any(disk_quotas):
             raise ValueError("tenant_disk_quota_gb or disk_gb in tenant_quotas is set, but there is no disk: set disk_path or leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from urllib.parse import quote
 
 import pytest
 from lmcache_core.config import (
@@ -66,7 +67,7 @@ IMPOSSIBLE = [
     *(("chunk_size", v) for v in (0, -1, 65537, 256.0, "256", True, None)),
     *(("max_local_cpu_size", v) for v in (-1, float("nan"), float("inf"), "5", True)),
     *(("max_local_disk_size", v) for v in (-0.1, "5", float("-inf"))),
-    *(("local_disk", v) for v in ("/var/cache", "file://cache", "file:///", "file:////", "file:///a?b", "file:///a,/b", "s3://bucket/", 5)),
+    *(("local_disk", v) for v in ("var/cache", "file://cache", "file:///", "file:////", "file:///a?b", "file:///a,/b", "s3://bucket/", 5)),
     *(("remote_url", f"lm://{v}") for v in ("host:0", "host:65536", "host:port", "host:-1", ":65432", "user@:65432")),
     *(("remote_url", f"redis-sentinel://{v}/service") for v in ("one:26379,two:port", "one:26379,:26379", "one:99999,two")),
     *(("remote_url", v) for v in ("localhost:65432", "ftp://host", "", 5, "lm://[::1", "lm://", "redis://user@", "file://host/dir")),
@@ -294,3 +295,24 @@ def test_a_long_value_is_cut():
 def test_a_copy_with_a_change_is_checked_too():
     with pytest.raises(ConfigError, match="chunk_size=0"):
         dataclasses.replace(LMCacheEngineConfig.from_defaults(), chunk_size=0)
+
+
+@pytest.mark.parametrize("path", ["/var/cache/kv", "/var/cache/kv/", "/odd #?name"])
+def test_a_disk_may_be_a_plain_path(path):
+    config = LMCacheEngineConfig.from_defaults(local_disk=path, max_local_disk_size=1)
+    assert config == LMCacheEngineConfig.from_defaults(local_disk="file://" + quote(path), max_local_disk_size=1)
+
+
+@pytest.mark.parametrize("path", ["var/cache", "./kv", "s3://bucket", "file://kv"])
+def test_a_disk_that_is_no_absolute_path_is_refused_with_the_form(path):
+    with pytest.raises(ConfigError, match=r"must be a directory as /dir/ or file:///dir/"):
+        LMCacheEngineConfig.from_defaults(local_disk=path, max_local_disk_size=1)
+
+
+def test_a_disk_beside_a_sidecar_is_refused_at_once_for_the_right_reason():
+    with pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_defaults(sidecar_socket="/s", local_disk="/kv")
+    assert "the tiers are the sidecar's; set the sidecar's disk_path and disk_gb" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_defaults(sidecar_socket="/s", local_disk="/kv", max_local_disk_size=1, remote_url="lm://h:1")
+    assert all(name in str(caught.value) for name in ("local_disk=", "max_local_disk_size=", "remote_url="))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from lmcache_core.config import OPTIONS, LMCacheEngineConfig
@@ -153,6 +155,33 @@ def test_what_asks_for_more_is_refused_with_the_way_out(tmp_path, values, said):
     with pytest.raises(ConfigError, match=said) as caught:
         from_json(tmp_path, **values)
     assert "s3cret" not in str(caught.value)
+
+
+def test_all_that_is_refused_is_told_at_once(tmp_path):
+    asked = {"enable_async_loading": True, "use_layerwise": True, "extra_config": {"a": 1}, "chunk_sise": 4, "chunk_size": 0}
+    with pytest.raises(ConfigError) as caught:
+        from_json(tmp_path, **asked)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(asked)
+    assert all(any(name in line for line in lines) for name in asked)
+    with pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_defaults(chunk_size=0, verify_hot="perhaps")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_file_is_tried_by_a_command(tmp_path):
+    (tmp_path / "good.yaml").write_text("local_device: cpu\nchunk_size: 128\n")
+    (tmp_path / "bad.yaml").write_text("use_layerwise: true\nenable_pd: true\nextra_config: {a: 1}\n")
+    good, bad, none = (
+        subprocess.run([sys.executable, "-m", "lmcache_core.config", *names], capture_output=True, text=True, check=False)
+        for names in ([tmp_path / "good.yaml"], [tmp_path / "bad.yaml"], [])
+    )
+    assert good.returncode == 0
+    assert "chunk_size: 128\n" in good.stdout
+    assert bad.returncode == 2
+    assert len(bad.stderr.splitlines()) == 3
+    assert "Traceback" not in bad.stderr
+    assert (bad.stdout, none.returncode) == ("", 2)
 
 
 @pytest.mark.parametrize("name", FOREIGN_NAMES)

@@ -101,6 +101,14 @@ def test_a_broken_line_is_not_quoted(tmp_path: Path) -> None:
     assert error.value.__suppress_context__
 
 
+def test_a_name_twice_is_refused_and_not_quoted(tmp_path: Path) -> None:
+    """Else the last role would count, or all tokens of the first list be gone."""
+    (tmp_path / "tokens.yaml").write_text("tokens:\n  - {name: a, tenant: t, role: client, role: admin, token: s3cret-s3cret-s3cret}\n")
+    with pytest.raises(ConfigError, match="line 2 has a name twice; keep one of them") as caught:
+        TokenTable.from_file(tmp_path / "tokens.yaml")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_size_bounds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="larger than"):
         TokenTable.from_file(write(tmp_path / "big", "#" * (MAX_TOKEN_FILE_BYTES + 1)))

@@ -162,14 +162,19 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
     Raises:
         ConfigError: They do; the text names the options, their values and the fix, and no secret.
     """
-    for name, option in options.items() if config.sidecar_socket is not None else ():
-        value = getattr(config, name)
-        if option.about.beside_sidecar and value not in (None, option.default):
-            raise ConfigError(
-                f"{name}={option.shown(value)}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's; "
-                f"{option.about.beside_sidecar}"
-            )
+    if config.sidecar_socket is not None:  # first: what is missing beside an option is of no use where that is refused itself
+        _refuse_beside_sidecar(config, options)
     for contradiction in CONTRADICTIONS:
         if contradiction.holds(config):
             values = ", ".join(f"{name}={options[name].shown(getattr(config, name))}" for name in contradiction.names)
             raise ConfigError(f"{values}: {contradiction.why}")
+
+
+def _refuse_beside_sidecar(config: LMCacheEngineConfig, options: Mapping[str, Option]) -> None:
+    refused = [
+        option for name, option in options.items() if option.about.beside_sidecar and getattr(config, name) not in (None, option.default)
+    ]
+    if refused:
+        values = ", ".join(f"{option.name}={option.shown(getattr(config, option.name))}" for option in refused)
+        fixes = "; ".join(dict.fromkeys(option.about.beside_sidecar for option in refused))
+        raise ConfigError(f"{values}, sidecar_socket={config.sidecar_socket!r}: the tiers are the sidecar's; {fixes}")

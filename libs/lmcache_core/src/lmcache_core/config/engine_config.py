@@ -18,8 +18,10 @@ from lmcache_core.config.options import (
     SOCKET_PATH,
     VERIFY_HOT_MODES,
     about,
+    as_directory_url,
     did_you_mean,
     options_of,
+    problems_of,
 )
 from lmcache_core.config.peer_options import PeerOptions
 from lmcache_core.errors import ConfigError
@@ -34,7 +36,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     The first fifteen are the documented ones, with their defaults in `from_defaults`. The others are this library's own.
 
     Raises:
-        ConfigError: A value is impossible, or contradicts another.
+        ConfigError: Values are impossible, a line for each, or contradict one another.
     """
 
     _: KW_ONLY
@@ -163,8 +165,9 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
     trace_sample_ratio: float = field(default=0.01, metadata=about("Time and failures", "Share of the calls that are traced.", high=1))
 
     def __post_init__(self) -> None:
-        for option in OPTIONS.values():
-            option.check(getattr(self, option.name))
+        object.__setattr__(self, "local_disk", as_directory_url(self.local_disk))
+        if problems := problems_of({name: getattr(self, name) for name in OPTIONS}, OPTIONS):
+            raise ConfigError("\n".join(problems))
         refuse_contradictions(self, OPTIONS)
 
     def __repr__(self) -> str:
@@ -262,7 +265,7 @@ def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(values: Mapping[str, Any], origin: str) -> LMCacheEngineConfig:
-    for name in values:
-        if name not in OPTIONS:
-            raise ConfigError(f"{origin}: unknown option {name!r}{did_you_mean(str(name), OPTIONS)}")
+    unknown = [f"{origin}: unknown option {name!r}{did_you_mean(str(name), OPTIONS)}" for name in values if name not in OPTIONS]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     return LMCacheEngineConfig(**{name: values.get(name, option.default) for name, option in OPTIONS.items()})

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
-from lmcache_core.config.options import Option, did_you_mean, shown
+from lmcache_core.config.options import Option, as_directory_url, did_you_mean, problems_of, shown
 from lmcache_core.errors import ConfigError
 
 _Translation = Callable[[Any, Mapping[str, Any]], dict[str, Any] | None]
@@ -46,35 +45,36 @@ def in_our_names(named: Mapping[str, Any], options: Mapping[str, Option], origin
 
     Raises:
         ConfigError: A name is neither, a value of LMCache's asks for something that does not exist here, or two names say different things.
+            The text has a line for each.
     """
     values = {name: value for name, value in named.items() if name in options}
     if "local_disk" in values:
-        values["local_disk"] = _as_directory_url(values["local_disk"])
+        values["local_disk"] = as_directory_url(values["local_disk"])
+    problems: list[str] = []
     for name, value in named.items():
         if name in options:
             continue
         if name not in FOREIGN_NAMES:
-            raise ConfigError(f"{origin}: unknown option {name!r}{did_you_mean(str(name), options)}")
+            problems.append(f"{origin}: unknown option {name!r}{did_you_mean(str(name), options)}")
+            continue
         translated = FOREIGN_NAMES[name].translate(value, named)
         if translated is None:
-            raise ConfigError(f"{origin}: {name}={shown(value)}: {FOREIGN_NAMES[name].instead}")
+            problems.append(f"{origin}: {name}={shown(value)}: {FOREIGN_NAMES[name].instead}")
+            continue
         for ours, meant in translated.items():
             if ours in values and values[ours] != meant:
-                raise ConfigError(f"{origin}: {name}={shown(value)} means {ours}={shown(meant)}, but that is set too; keep one of them")
+                problems.append(f"{origin}: {name}={shown(value)} means {ours}={shown(meant)}, but that is set too; keep one of them")
             values[ours] = meant
+    if problems:  # with those of our own names, so that one look at the file is enough
+        raise ConfigError("\n".join([*problems, *problems_of(values, options)]))
     return values
-
-
-def _as_directory_url(value: Any) -> Any:
-    """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay what they are, and are refused."""
-    return f"file://{quote(value)}" if isinstance(value, str) and value.startswith("/") and "," not in value else value
 
 
 def _local_device(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
     if value is None or value == "cpu":
         return {"local_cpu": value == "cpu"}
     if isinstance(value, str) and value.startswith(("file:///", "/")):
-        return {"local_cpu": False, "local_disk": _as_directory_url(value)}
+        return {"local_cpu": False, "local_disk": as_directory_url(value)}
     return None
 
 

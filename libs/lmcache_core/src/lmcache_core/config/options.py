@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from lmcache_core.errors import ConfigError
 
@@ -205,6 +205,22 @@ def _is_host(text: str) -> bool:
         return False
 
 
+def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+    """Return a sentence for each of these values that is impossible."""
+    problems = []
+    for name, value in values.items():
+        try:
+            options[name].check(value)
+        except ConfigError as exc:
+            problems.append(str(exc))
+    return problems
+
+
+def as_directory_url(value: Any) -> Any:
+    """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay what they are, and are refused."""
+    return f"file://{quote(value)}" if isinstance(value, str) and value.startswith("/") and "," not in value else value
+
+
 def is_directory_url(text: str) -> bool:
     """Whether a text is `file:///dir/`, one directory below the root."""
     path = text.removeprefix("file://")
@@ -218,7 +234,7 @@ def _as_yaml(value: Any) -> str:
 
 
 REMOTE_URL = Form(is_remote_url, f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any")
-DIRECTORY_URL = Form(is_directory_url, "a directory as file:///dir/ (with ?, # and comma written as %3F, %23, %2C)")
+DIRECTORY_URL = Form(is_directory_url, "a directory as /dir/ or file:///dir/ (there with ?, # and comma written as %3F, %23, %2C)")
 MAX_SOCKET_PATH_BYTES = 107
 """What Linux takes for a Unix socket."""
 SOCKET_PATH = Form(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,21 +89,18 @@ def _parse_yaml(text: bytes, path: str) -> Any:
     """The file's contents. Errors are cut off from their cause: PyYAML's quote the file, and a file may hold a secret."""
     import yaml  # here, since a process that reads no file may be without it
 
+    from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
+
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        return load_yaml(text)
+    except DuplicateNameError as exc:
+        raise ConfigError(f"{path}, line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ConfigError(f"{path}{place}: is not valid YAML") from None
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
-    if isinstance(root, yaml.MappingNode):
-        times = Counter(key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode))
-        for name, count in times.items():
-            if count > 1:
-                raise ConfigError(f"{path}: names {name!r} {count} times; keep one of them")
-    return data
 
 
 def _is_somebody_elses(variable: str, text: str) -> bool:

@@ -25,6 +25,7 @@ import yaml
 from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security.names import validate_tenant
 from lmcache_core.security.watched_files import identify, identity_of
+from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
 Role = Literal["client", "storage", "admin"]
 
@@ -179,7 +180,9 @@ def _read(path: Path) -> tuple[bytes, tuple[int, ...]]:
 def _parse(data: bytes, path: Path) -> tuple[_Credential, ...]:
     """Errors are raised `from None`: the parsers' own messages quote the file, and with it tokens."""
     try:
-        raw = yaml.safe_load(data)
+        raw = load_yaml(data)
+    except DuplicateNameError as exc:
+        raise ConfigError(f"token file {path}: line {exc.line} has a name twice; keep one of them") from None
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
         raise ConfigError(f"token file {path}: line {line} is not YAML; correct it") from None

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import yaml
 from lmcache_core.errors import ConfigError
+from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
 from lmcache_webhook.injection.quantity import amount_of
 
@@ -50,7 +51,9 @@ def read_template(path: Path | None) -> dict[str, Any]:
     if len(data) > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"{setting}: longer than {MAX_TEMPLATE_BYTES} bytes; it is no template")
     try:
-        found = yaml.safe_load(data)
+        found = load_yaml(data)
+    except DuplicateNameError as exc:
+        raise ConfigError(f"{setting}: line {exc.line}: the name {exc.name!r} is there twice; keep one of them") from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{setting}: not YAML; correct it") from None
     return check_template({} if found is None else found, setting)

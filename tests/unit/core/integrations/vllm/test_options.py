@@ -71,6 +71,11 @@ def test_errors(extra: dict[str, Any], complaint: str) -> None:
         read_options(PLACE | extra if "lmcache.sidecar_socket" not in extra else extra, "cpu")
 
 
+def test_a_disk_may_be_a_plain_path() -> None:
+    options = read_options({"lmcache.max_local_cpu_size": 1.0, "lmcache.local_disk": "/kv", "lmcache.max_local_disk_size": 1}, "cpu")
+    assert options.engine.local_disk == "file:///kv"
+
+
 def test_a_place_for_kv_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'names no place for KV: set "lmcache\.sidecar_socket".*max_local_cpu_size'):
         read_options({}, "cpu")
