@@ -143,6 +143,8 @@ def test_builtin_hash_names_nothing() -> None:
 def test_packages_have_a_readme_and_types(name: str) -> None:
     package = ROOT / name
     assert (package.parent / "README.md").is_file()
+    [source] = [path.parent for path in (package.parent / "src").glob("*/__init__.py")]
+    assert (source / "py.typed").is_file()
 
 
 def test_constraints_are_the_only_place_with_pinned_versions() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers import CachedCausalLM, connector_of, metadata_of, weights_fingerprint
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
+from lmcache_demo.model import MODEL_DIR
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.fixtures.kv import make_config
@@ -211,7 +215,28 @@ def test_a_model_that_forgets_tokens_is_refused() -> None:
         metadata_of(MistralForCausalLM(config).eval(), "test", make_config(chunk_size=CHUNK))
 
 
-@pytest.mark.parametrize("ids", [torch.empty(0, dtype=torch.int64), torch.zeros((1, 5), dtype=torch.int64)])
+@pytest.mark.parametrize("ids", [torch.empty(0, dtype=torch.int64), torch.zeros((2, 5), dtype=torch.int64)])
 def test_a_prompt_is_one_sequence(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="input_ids"):
         CachedCausalLM(model, None).generate(ids, 1)
+
+
+def test_a_prompt_may_have_the_shape_that_tokenizers_return(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
+    prompt = torch.arange(1, 40)
+    cached = CachedCausalLM(model, engine)
+    assert cached.generate(prompt[None], 4).tokens == cached.generate(prompt, 4).tokens
+    with pytest.raises(ValueError, match=r"not of shape \(2, 39\)"):
+        cached.generate(torch.stack([prompt, prompt]), 4)
+
+
+def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:
+    """With the demo's model instead of one that is downloaded."""
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    changed = re.sub(r'^name = ".*?"', f'name = "{MODEL_DIR}"', program, flags=re.MULTILINE)
+    assert changed != program
+    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (line.split(" of ")[0] for line in done.stdout.splitlines() if "tokens reused" in line)
+    assert int(first) == 0
+    assert int(second) >= 256

@@ -136,7 +136,8 @@ async def test_formats_that_are_not_known_are_refused() -> None:
 async def test_malformed_bodies_are_refused(path: str, body: bytes) -> None:
     async with serving() as client:
         reply = await client.post(path, content=body, headers=PACKED)
-    assert (reply.status_code, reply.headers["content-type"]) == (422, "application/problem+json")
+    status = 400 if body in (b"", b"\xc1") else 422  # the former are no msgpack at all
+    assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
 
 
 @pytest.mark.parametrize("text", [b'{"incarnation": 1, "kind": "hunter2"}', b'{"incarnation": "hunter2", "kind": "sidecar"}', b"hunter2"])

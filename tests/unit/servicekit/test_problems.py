@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import lmcache_core.errors
 import pytest
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from lmcache_core.errors import (
     AuthenticationError,
     CapacityError,
@@ -19,11 +19,12 @@ from lmcache_core.errors import (
     UnavailableError,
 )
 from lmcache_servicekit.app import create_service_app
+from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError, ThrottledError
 from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, ProblemType, install_problem_handlers, problem_of
 from starlette.types import Message
 
-from tests.fixtures.sample_service import Failures, SampleSettings, asgi_client, create_app
+from tests.fixtures.sample_service import Failures, SampleSettings, asgi_client, create_app, no_parts
 
 
 def errors_below(root: type[LMCacheError]) -> Iterator[type[LMCacheError]]:
@@ -134,7 +135,7 @@ async def test_a_validation_error_names_the_place_and_not_the_input() -> None:
         assert response.json()["errors"] == [{"at": "body.text", "message": "Input should be a valid string"}]
         assert "hunter2" not in response.text
         broken = await client.post("/v1/things", content=b"{hunter2", headers={"content-type": "application/json"})
-        assert (broken.status_code, "hunter2" in broken.text) == (422, False)
+        assert (broken.status_code, broken.json()["type"], "hunter2" in broken.text) == (400, "urn:lmcache:problem:malformed", False)
         many = await client.get("/v1/things/x", params={"a": "1"})
         assert len(many.json()["errors"]) <= MAX_SHOWN_ERRORS
 
@@ -142,7 +143,24 @@ async def test_a_validation_error_names_the_place_and_not_the_input() -> None:
 async def test_json_without_a_content_type_is_refused() -> None:
     """A page in a browser can send that to loopback without asking."""
     async with asgi_client(create_app(SampleSettings())) as client:
-        assert (await client.post("/v1/things", content=b'{"text": "x"}', headers={"content-type": "text/plain"})).status_code == 422
+        assert (await client.post("/v1/things", content=b'{"text": "x"}', headers={"content-type": "text/plain"})).status_code == 415
+        assert (await client.post("/v1/things", content=b'{"text": "x"}')).status_code == 415
+        assert (await client.post("/v1/things")).status_code == 422, "nothing came, of no type"
+
+
+async def test_a_wrong_method_is_told_all_that_the_path_has() -> None:
+    """RFC 9110, section 15.5.6."""
+    router = APIRouter(prefix="/v1", route_class=GuardedRoute)
+
+    async def answer(caller: ClientPrincipal) -> str:
+        return caller.name
+
+    for method in ("GET", "PUT", "DELETE"):
+        router.add_api_route("/others/{number}", answer, methods=[method])
+    async with asgi_client(create_service_app(SampleSettings(), "lmcache-servicekit", lifespan=no_parts, routers=[router])) as client:
+        response = await client.post("/v1/others/1")
+        assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET, PUT")
+        assert (await client.post("/healthz")).headers["allow"] == "GET"
 
 
 async def test_a_service_may_add_entries() -> None:

@@ -123,4 +123,5 @@ def _told(error: Exception) -> dict[str, object]:
     text = _REPEATED.sub(r"\1\2", str(error)) if isinstance(error, msgspec.DecodeError) else "it is not readable"
     placed = _PLACE.match(text)
     message, at = (placed[1], placed[2]) if placed else (text, "")
-    return {"loc": ("body", at) if at else ("body",), "msg": message}
+    is_well_formed = isinstance(error, msgspec.ValidationError)
+    return {"type": "value_error" if is_well_formed else "json_invalid", "loc": ("body", at) if at else ("body",), "msg": message}

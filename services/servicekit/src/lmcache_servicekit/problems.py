@@ -19,6 +19,7 @@ from lmcache_core import errors as core
 from lmcache_core.telemetry.request_context import current_request_id
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from lmcache_servicekit import errors
 
@@ -56,6 +57,7 @@ class ProblemType:
 _RETRY: Final = {"Retry-After": "1"}
 # RFC 9110 renamed it; Python's table does so from 3.13 on.
 _TITLES: Final = {413: "Content Too Large"}
+_METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _BEARER: Final = {"WWW-Authenticate": "Bearer"}
 
 PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
@@ -137,6 +139,10 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     """Names places and rules, and never repeats the input: it may be large or secret."""
     assert isinstance(error, RequestValidationError)
     found = [{"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])} for item in error.errors()[:MAX_SHOWN_ERRORS]]
+    if any(item.get("type") == "json_invalid" for item in error.errors()):
+        return problem_response(400, "The body is not well-formed", f"{_TYPE_PREFIX}malformed", errors=found)
+    if error.body and not _is_json(request) and any(item["loc"] == ("body",) for item in error.errors()):
+        return problem_response(415, "Unsupported Media Type", detail="send JSON, with Content-Type: application/json")
     return problem_response(422, "The request is not valid", f"{_TYPE_PREFIX}invalid", errors=found)
 
 
@@ -144,7 +150,23 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, HTTPException)
     title = _TITLES.get(error.status_code) or http.HTTPStatus(error.status_code).phrase
     detail = error.detail if error.detail and error.detail != title else None
-    return problem_response(error.status_code, title, detail=detail, headers=error.headers)
+    headers = error.headers
+    if error.status_code == 405:  # starlette names the methods of one route, and a path may have several
+        headers = {**(headers or {}), "Allow": ", ".join(_methods_of_path(request))}
+    return problem_response(error.status_code, title, detail=detail, headers=headers)
+
+
+def _methods_of_path(request: Request) -> list[str]:
+    def is_there(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in _METHODS if is_there(method)]
+
+
+def _is_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or kind.endswith("+json")
 
 
 async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:

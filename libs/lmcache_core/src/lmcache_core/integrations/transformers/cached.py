@@ -68,13 +68,13 @@ class CachedCausalLM:
         """Store the KV of a document for prompts that have it anywhere. It is computed by itself, or known; never blended.
 
         Args:
-            document: Token ids with the separator at the end, `[num_tokens]`.
+            document: Token ids with the separator at the end, `[num_tokens]` or `[1, num_tokens]`.
 
         Raises:
-            ValueError: It is empty or not one-dimensional; or the engine is to blend, and it does not end with the separator, or has it
+            ValueError: It is empty, or there are several; or the engine is to blend, and it does not end with the separator, or has it
                 before its end too.
         """
-        _check_prompt(document)
+        document = _as_prompt(document)
         if self._blender is not None:
             self._blender.check_document(document)
         self._generate_exact(document, time.perf_counter(), 1, None)
@@ -85,14 +85,14 @@ class CachedCausalLM:
         With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt that continues the answer reuses both.
 
         Args:
-            input_ids: Prompt, shape `[num_tokens]`, int64, at least one token.
+            input_ids: Prompt, shape `[num_tokens]` or, as tokenizers return it, `[1, num_tokens]`, int64, at least one token.
             max_new_tokens: How many tokens to generate at most, at least 1.
             eos_token_id: Token that ends the generation.
 
         Raises:
-            ValueError: The prompt is empty or not one-dimensional.
+            ValueError: The prompt is empty, or there are several.
         """
-        _check_prompt(input_ids)
+        input_ids = _as_prompt(input_ids)
         begin = time.perf_counter()
         blended = self._blender.prefill(input_ids) if self._blender is not None else None
         if blended is not None:
@@ -188,9 +188,12 @@ class CachedCausalLM:
         return tuple((torch.empty(shape, **options), torch.empty(shape, **options)) for _ in range(num_layers_of(self._model)))
 
 
-def _check_prompt(input_ids: torch.Tensor) -> None:
-    if input_ids.ndim != 1 or len(input_ids) == 0:
+def _as_prompt(input_ids: torch.Tensor) -> torch.Tensor:
+    """Return one prompt as `[num_tokens]`; tokenizers return `[1, num_tokens]`."""
+    prompt = input_ids[0] if input_ids.ndim == 2 and len(input_ids) == 1 else input_ids
+    if prompt.ndim != 1 or len(prompt) == 0:
         raise ValueError(f"input_ids must be one prompt of at least one token, not of shape {tuple(input_ids.shape)}")
+    return prompt
 
 
 def _kv_of(cache: DynamicCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
