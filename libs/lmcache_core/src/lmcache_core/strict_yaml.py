@@ -24,7 +24,7 @@ class DuplicateNameError(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here and not where mappings are built: there, what `<<` has merged looks like a duplicate.
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -44,6 +44,6 @@ def load_yaml(text: bytes | str) -> Any:
     """
     loader = _Loader(text)
     try:
-        return loader.get_single_data()  # type: ignore[no-untyped-call]
+        return loader.get_single_data()
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()

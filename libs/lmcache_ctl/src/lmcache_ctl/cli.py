@@ -29,6 +29,11 @@ from lmcache_ctl.version.commands import own_version, version
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXTRAS: Final = {
+    **dict.fromkeys(("numpy", "numba", "llvmlite"), "codec"),
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"), "model"),
+}
+"""What brings packages that only some commands need."""
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
 """What writing to standard output may end in, other than a reader that has gone, which is nobody's fault."""
 
@@ -76,6 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (CtlError, LMCacheError) as exc:
         typer.echo(f"lmcachectl: {plain(str(exc))}", err=True)
         sys.exit(EXIT_FAILURE)
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        typer.echo(f"lmcachectl: this needs the package {package!r}: install lmcache-ctl[{EXTRAS[package]}]", err=True)
+        sys.exit(EXIT_USAGE)
     except OSError as exc:
         if exc.errno not in CANNOT_PRINT:
             raise

@@ -9,9 +9,12 @@ import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.gpu_connectors.base import GPUConnectorInterface
-from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
-from lmcache_core.gpu_connectors.nested_tuple import VLLMNestedTupleGPUConnector
+from lmcache_core.extras import needs_extra
+
+with needs_extra("torch", "torch", "numpy"):
+    from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+    from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
+    from lmcache_core.gpu_connectors.nested_tuple import VLLMNestedTupleGPUConnector
 
 if TYPE_CHECKING:
     from lmcache_core.gpu_connectors.canary import EngineMemory, LogicalMemory, run_canary
@@ -48,5 +51,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_KERNELS:
-        return getattr(importlib.import_module(f"{__name__}.{_NEEDS_KERNELS[name]}"), name)
+        with needs_extra("kernels", "lmcache_kernels"):
+            return getattr(importlib.import_module(f"{__name__}.{_NEEDS_KERNELS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

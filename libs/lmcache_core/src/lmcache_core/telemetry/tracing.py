@@ -49,7 +49,7 @@ def open_tracer(endpoint: str | None, service: str, instance: str, sample_ratio:
     try:
         return _Tracing(endpoint, service, instance, sample_ratio)
     except ImportError as exc:
-        raise ConfigError(f"otlp_endpoint is set, but {exc.name} is not installed: pip install lmcache-core[traces]") from exc
+        raise ConfigError(f"otlp_endpoint is set, but {exc.name} is not installed: install lmcache-core[traces]") from exc
 
 
 class _Tracing:

@@ -63,10 +63,7 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
     for one name, weights, dtype, policy, ratio and separator. Progress goes to
     standard error. Exits with 1 when the model failed.
     """
-    try:
-        from lmcache_ctl.certify.blend import certify
-    except ModuleNotFoundError as exc:
-        raise CtlError(f"certify blend needs the package {exc.name!r}; install lmcache-ctl[model]") from exc
+    from lmcache_ctl.certify.blend import certify
     from lmcache_ctl.certify.progress import progress_of_prompts
     from lmcache_ctl.certify.tables import print_blend_certificate
 

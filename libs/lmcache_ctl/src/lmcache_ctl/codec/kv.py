@@ -98,10 +98,8 @@ def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
         return kv_of_file(file, num_tokens)
     if model is None:
         return synthetic_kv(num_tokens)
-    try:
-        from lmcache_ctl.codec.model_kv import kv_of_model
-    except ModuleNotFoundError as exc:
-        raise CtlError(f"--model needs the package {exc.name!r}; install lmcache-ctl[model]") from exc
+    from lmcache_ctl.codec.model_kv import kv_of_model
+
     return kv_of_model(model, num_tokens)
 
 

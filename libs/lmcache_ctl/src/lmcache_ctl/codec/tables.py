@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_ctl.codec.layer_errors import LayerErrors
-from lmcache_ctl.codec.measurement import MeasuredKv
 from lmcache_ctl.codec.records import InspectedFile, InspectedRecord
 from lmcache_ctl.codec.stats import Activity, CodecStats, Work
 from lmcache_ctl.output import UNKNOWN, Columns, error_text, print_table, print_text, ratio_text, size_text, speed_text
+
+if TYPE_CHECKING:
+    from lmcache_ctl.codec.measurement import MeasuredKv
 
 _WORK_HEADINGS = ("", "chunks", "raw", "encoded", "ratio", "GB/s", "kept raw")
 

@@ -13,7 +13,7 @@ CHECK: Final = "redis"
 MIN_VERSION: Final = (6, 2)
 FULL_SHARE: Final = 0.9
 MAX_SERVERS: Final = 64
-NOT_INSTALLED: Final = "pip install 'lmcache-ctl[redis]', or check it in the service's image"
+NOT_INSTALLED: Final = "install lmcache-ctl[redis], or check it in the service's image"
 
 
 def check_redis(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:

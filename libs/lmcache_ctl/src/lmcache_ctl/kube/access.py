@@ -1,4 +1,4 @@
-"""The Kubernetes API, as a kubeconfig or a pod's own account knows it. Needs `lmcache-ctl[kubernetes]`."""
+"""The Kubernetes API, as a kubeconfig or a pod's own account knows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lmcache_ctl.settings import CtlSettings
 
 POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE: Final = "default"
-NOT_INSTALLED: Final = "services in Kubernetes are found with the package 'kubernetes': pip install 'lmcache-ctl[kubernetes]'"
 MAX_PAGES: Final = 64
 PAGE: Final = 250
 
@@ -24,7 +23,7 @@ class Cluster:
         settings: Which kubeconfig, context and namespace.
 
     Raises:
-        UsageError: The package is not installed, the kubeconfig cannot be read, or it does not have that context.
+        UsageError: The kubeconfig cannot be read, or it does not have that context.
     """
 
     def __init__(self, settings: CtlSettings) -> None:
@@ -127,11 +126,9 @@ class _Complaints(logging.Handler):
 
 def _load(settings: CtlSettings) -> tuple[Any, str]:
     """The configuration, and the namespace of the context."""
-    try:
-        import yaml
-        from kubernetes import client, config
-    except ModuleNotFoundError as exc:
-        raise UsageError(NOT_INSTALLED) from exc
+    import yaml
+    from kubernetes import client, config
+
     configuration = client.Configuration()
     configuration.retries = 0  # a call has one deadline, and is not told of again and again
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)

@@ -5,7 +5,10 @@ cached = CachedCausalLM(model, engine)
 answer = cached.generate(input_ids, max_new_tokens=32)
 """
 
-from lmcache_core.integrations.transformers.cached import CachedCausalLM, Generation
-from lmcache_core.integrations.transformers.identity import connector_of, metadata_of, options_fingerprint, weights_fingerprint
+from lmcache_core.extras import needs_extra
+
+with needs_extra("transformers", "transformers", "torch", "numpy", "lmcache_kernels"):
+    from lmcache_core.integrations.transformers.cached import CachedCausalLM, Generation
+    from lmcache_core.integrations.transformers.identity import connector_of, metadata_of, options_fingerprint, weights_fingerprint
 
 __all__ = ["CachedCausalLM", "Generation", "connector_of", "metadata_of", "options_fingerprint", "weights_fingerprint"]

@@ -60,7 +60,9 @@ def create_remote_backend(
     try:
         module = importlib.import_module(_MODULES[scheme])
     except ModuleNotFoundError as exc:
-        raise ConfigError(f"remote url {mask_url(url)!r} needs the package {exc.name!r}; install lmcache-core[{scheme}]") from exc
+        package = (exc.name or "").partition(".")[0]
+        extra = "[redis]" if package == "redis" else ""  # the other clients are no extras
+        raise ConfigError(f"remote url {mask_url(url)!r} needs the package {package!r}; install lmcache-core{extra}") from exc
     backend: StorageBackend = module.create(url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls))
     return backend
 
