@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
 from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.outgoing import check_outgoing
 
 from lmcache_storage.admin.pin_routes import router as pin_router
 from lmcache_storage.admin.routes import router as admin_router
@@ -20,8 +21,9 @@ def create_app(settings: StorageSettings) -> FastAPI:
     """Build the app; its lifespan opens everything.
 
     Raises:
-        ConfigError: The token file cannot be read.
+        ConfigError: A token file or a certificate cannot be read.
     """
+    check_outgoing(settings, settings.service_token_file)
     return create_service_app(
         settings,
         "lmcache-storage",

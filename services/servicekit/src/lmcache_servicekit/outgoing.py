@@ -18,6 +18,16 @@ def shown_token(path: Path | None) -> TokenFile | None:
     return None if path is None else TokenFile(path, "service_token_file")
 
 
+def check_outgoing(settings: TierSettings, service_token_file: Path | None) -> None:
+    """Refuse files that cannot be used before the service begins to start, so that its log ends with that sentence.
+
+    Raises:
+        ConfigError: As `shown_token` and `client_tls`, which read them for good.
+    """
+    shown_token(service_token_file)
+    client_tls(settings)
+
+
 def client_tls(settings: TierSettings) -> ClientTls:
     """For `https://` and `lm+tls://`, read again when the files change.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from lmcache_core.security import TicketKeyFile
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.log_level import create_log_router
+from lmcache_servicekit.outgoing import check_outgoing
+from lmcache_servicekit.secret_file import read_secret_file
 
 from lmcache_sidecar.admin import explain_routes, pin_routes, routes
 from lmcache_sidecar.lifespan import lifespan
@@ -15,7 +18,11 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     """Build the app; its lifespan opens everything.
 
     Raises:
-        ConfigError: The token file cannot be read.
+        ConfigError: A file with a token, a key or a certificate cannot be read.
     """
+    check_outgoing(settings, settings.service_token_file)
+    read_secret_file(settings.salt_file, "salt_file")
+    if settings.ticket_keys_file is not None:
+        TicketKeyFile(settings.ticket_keys_file)
     routers = [routes.router, pin_routes.router, explain_routes.router, create_log_router()]
     return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant)
