@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.disk import LocalDiskBackend
 from lmcache_sidecar.arena import UnrecordedExtents
+from lmcache_sidecar.socket import server as server_module
 
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.sidecar import TIMEOUT_S, RunningSocket, engine_at, running_socket
@@ -118,6 +121,29 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) ->
         running.loop.run(running.server.close(), TIMEOUT_S)
         assert time.monotonic() - begin < 2.0
         raw.close()
+
+
+def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_end = threading.Event()
+
+    async def ignore_cancellation(*_: object) -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(server_module, "CANCEL_WAIT_S", 0.2)
+    monkeypatch.setattr(server_module.SocketServer, "_talk", ignore_cancellation)
+    with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(running.path))
+        wait_for(lambda: running.server.sessions)
+        try:
+            running.loop.run(running.server.close(), TIMEOUT_S)
+        finally:
+            may_end.set()
+        wait_for(lambda: not running.server.sessions)
+    assert ["ignored their cancellation" in record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [True]
 
 
 def test_the_log_names_the_socket_that_engines_are_to_be_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from lmcache_core.concurrency.listening import stop_listening, take_turns
+from lmcache_core.concurrency.supervisor import CANCEL_WAIT_S
 from lmcache_core.errors import ConfigError, ProtocolError
 from lmcache_core.sidecar import messages as m
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
@@ -99,7 +100,10 @@ class SocketServer:
         connections = dict(self._connections)
         for task in connections:
             task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        if connections:
+            _, left = await asyncio.wait(connections, timeout=CANCEL_WAIT_S)
+            if left:
+                logger.error("sessions ignored their cancellation, leaving them: sessions=%d waited_s=%g", len(left), CANCEL_WAIT_S)
         for writer in connections.values():
             writer.transport.abort()  # a task that was cancelled before it began has not done it
         await take_turns(1)  # what is aborted closes its socket in the loop's next turn
