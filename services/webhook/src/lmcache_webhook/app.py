@@ -58,7 +58,7 @@ def injection_options(settings: WebhookSettings) -> InjectionOptions:
         disk_gb=settings.disk_gb,
         max_disk_gb=settings.max_disk_gb,
         memory_overhead_mb=settings.memory_overhead_mb,
-        payload_resources=settings.payload_resources,
+        payload_resources=dict(settings.payload_resources.items()),
         sidecar_cpu=settings.sidecar_cpu,
         run_as_user=settings.run_as_user,
         kubernetes_service=settings.kubernetes_service,

@@ -17,9 +17,10 @@ from lmcache_core.engine.chunk_store import ChunkStore
 from lmcache_core.engine.guard import DegradingGuard, Guard, RaisingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.engine.stores import create_chunk_store
-from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
+from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.record import HOT_TIER
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 

@@ -249,7 +249,7 @@ class SchedulerSide:
 
     def _loadable(self, state: RequestState) -> int:
         """How many tokens could be loaded if all of its chunks were there, beyond those that vLLM has itself."""
-        return min(state.request.num_tokens // self._chunk_size * self._chunk_size, self._limit_of(state)) - state.num_local
+        return min(int(state.request.num_tokens) // self._chunk_size * self._chunk_size, self._limit_of(state)) - state.num_local
 
     def _shelf_life_s(self, state: RequestState) -> float:
         """How long an offer is good: others may have stored more meanwhile, or the store may keep it no longer."""

@@ -13,7 +13,7 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import Guard
-from lmcache_core.engine.transfer import HOT_TIER, KVTransfer, NamedChunk
+from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
@@ -22,6 +22,7 @@ from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.keys import CacheEngineKey
+from lmcache_core.record import HOT_TIER
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
