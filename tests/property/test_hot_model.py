@@ -122,7 +122,7 @@ class HotTier(RuleBasedStateMachine):
         self.announced = [entry for entry in self.announced if entry[0].get_ref_count() > 0]
         own = [each.metadata.phy_size for each, whose in self.announced if whose == tenant]
         assert quota is None or sum(own) - own[-1] + size <= quota
-        assert len(own) == 1 or sum(own) - own[-1] + size <= self.hot.stats()["capacity_bytes"] // 2
+        assert sum(own) - own[-1] + size <= self.hot.stats()["capacity_bytes"] // 2
 
     @rule()
     def give_memory_back(self) -> None:

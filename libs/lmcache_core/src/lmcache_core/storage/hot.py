@@ -155,11 +155,9 @@ class LocalCPUBackend(StorageBackend):
             tenant: Who.
         """
         capacity = self._memory.capacity_bytes
-        if num_bytes > capacity or self._table.could_never_hold(tenant, own + num_bytes):
+        if self._table.could_never_hold(tenant, own + num_bytes):
             return False
-        if own and own + num_bytes > capacity // RECEIVING_SHARE:
-            return False
-        return not of_all or of_all + num_bytes <= capacity - capacity // KEPT_SHARE
+        return own + num_bytes <= capacity // RECEIVING_SHARE and of_all + num_bytes <= capacity - capacity // KEPT_SHARE
 
     def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
         """The chunks that are held, None for the others; each with a reference of its own, owned by the caller.
