@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface, MemoryFormat
 from lmcache_core.record import Chunk, MissReason
+from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
@@ -172,6 +174,30 @@ def test_clear_forgets_one_tenant_or_all(hot):
     assert hot.clear_now("mine") == 1
     assert hot.keys() == [yours]
     assert hot.clear_now() == 1
+
+
+@pytest.mark.parametrize("call", ["clear", "evict"])
+async def test_removing_very_many_lets_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch, hot: LocalCPUBackend, removed: list[ChunkKey], call: str
+) -> None:
+    monkeypatch.setattr(hot_module, "REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(hot_module, "EVICTED_AT_ONCE_BYTES", 2 * SLOT_BYTES)
+    for i in range(NUM_SLOTS):
+        put(hot, i)
+    seen = []
+
+    async def look() -> None:
+        while len(removed) < NUM_SLOTS:
+            seen.append(len(removed))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    if call == "clear":
+        assert await hot.clear() == NUM_SLOTS
+    else:
+        assert await hot.evict(1 << 40) == NUM_SLOTS * SLOT_BYTES
+    await looking
+    assert {2, 4, 6} <= set(seen)
 
 
 def test_evict_bytes_frees_what_was_asked_and_spares_the_referenced(hot, removed):

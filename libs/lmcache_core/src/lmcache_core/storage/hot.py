@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ RECEIVING_SHARE = 2
 """What is on its way in for one tenant may hold one part in this many of the memory."""
 KEPT_SHARE = 4
 """One part in this many is not lent to what is on its way in, whoever sends it."""
+REMOVED_AT_ONCE = 1024
+"""Chunks that a removal on an event loop takes before others have their turn."""
+EVICTED_AT_ONCE_BYTES = 64 << 20
 MAX_EXPIRED_PER_CALL = 16
 """Chunks whose time is over that a call forgets on its way; more than one, so that they do not pile up."""
 
@@ -291,8 +295,25 @@ class LocalCPUBackend(StorageBackend):
         return self.remove_many(keys)
 
     async def clear(self, tenant: str | None = None) -> int:
-        """See `StorageBackend.clear`."""
-        return self.clear_now(tenant)
+        """See `StorageBackend.clear`. What is stored meanwhile may go, too."""
+        with self._lock:
+            keys = [key for key, _ in self._table.items() if tenant is None or key.tenant == tenant]
+        num_removed = 0
+        for begin in range(0, len(keys), REMOVED_AT_ONCE):
+            num_removed += self.remove_many(keys[begin : begin + REMOVED_AT_ONCE])
+            await asyncio.sleep(0)
+        return num_removed
+
+    async def evict(self, num_bytes: int) -> int:
+        """Do as `evict_bytes`, a little at a time."""
+        freed = 0
+        while freed < num_bytes:
+            part = self.evict_bytes(min(num_bytes - freed, EVICTED_AT_ONCE_BYTES))
+            if not part:
+                break
+            freed += part
+            await asyncio.sleep(0)
+        return freed
 
     def _put(self, chunk: Chunk) -> None:
         memory_obj = chunk.memory

@@ -30,7 +30,7 @@ async def stats(parts: Parts, principal: ClientPrincipal) -> Stats:
 @router.post("/admin/evict")
 async def evict(parts: Parts, principal: AdminPrincipal, request: EvictRequest) -> EvictAnswer:
     """Free host memory, in the order of the eviction policy. What is on disk stays."""
-    return EvictAnswer(freed_bytes=parts.stack.hot.evict_bytes(request.num_bytes))
+    return EvictAnswer(freed_bytes=await parts.stack.hot.evict(request.num_bytes))
 
 
 @router.post("/admin/clear")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -41,7 +42,7 @@ async def chunks(
     parts: Parts, offset: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100
 ) -> schemas.Chunks:
     """A page of the chunks in shared memory."""
-    keys = parts.stack.hot.keys()
+    keys = await asyncio.to_thread(parts.stack.hot.keys)
     end = offset + limit
     page = [key.key.to_url() for key in keys[offset:end]]
     return schemas.Chunks(chunks=page, next_offset=end if end < len(keys) else None)
@@ -50,7 +51,7 @@ async def chunks(
 @router.post("/evict", dependencies=[admin_role])
 async def evict(parts: Parts, request: schemas.EvictRequest) -> schemas.EvictAnswer:
     """Free shared memory, in the order of the eviction policy."""
-    return schemas.EvictAnswer(freed_bytes=parts.stack.hot.evict_bytes(request.num_bytes))
+    return schemas.EvictAnswer(freed_bytes=await parts.stack.hot.evict(request.num_bytes))
 
 
 @router.post("/clear", dependencies=[admin_role])
@@ -68,7 +69,6 @@ async def drain(parts: Parts, wait: bool = True) -> schemas.DrainAnswer:
     `GET /v1/status` tells how far it is.
     """
     parts.drain.begin()
-    if wait:
-        await parts.drain.run()
+    await (parts.drain.run() if wait else parts.drain.counted())
     progress = schemas.DrainView.model_validate(parts.drain.progress)
     return schemas.DrainAnswer(draining=True, settled=parts.is_settled, drain=progress)

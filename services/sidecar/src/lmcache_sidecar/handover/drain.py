@@ -39,6 +39,7 @@ class Drain:
         self._counters = counters
         self._before: list[Callable[[], None]] = []
         self._ended: asyncio.Event | None = None
+        self._counted = asyncio.Event()
         self.progress = DrainProgress()
 
     @property
@@ -61,6 +62,11 @@ class Drain:
             if not self._tasks.start("drain", self._drain(progress, self._ended)):
                 progress.state = DrainState.DONE
                 self._ended.set()
+                self._counted.set()
+
+    async def counted(self) -> None:
+        """Wait until it is known how many chunks there are; not for the drain."""
+        await self._counted.wait()
 
     async def run(self) -> None:
         """Drain, for up to `timeout_s` seconds. Never raises for what it could not do: see `progress`."""
@@ -75,8 +81,10 @@ class Drain:
     async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:
         try:
             progress.total = await asyncio.to_thread(self._handover.count)
+            self._counted.set()
             await self._work(progress)
         finally:
+            self._counted.set()
             progress.state = DrainState.DONE
             ended.set()
 
