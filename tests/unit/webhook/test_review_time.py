@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lmcache_webhook.injection.injector import Outcome, review_pod
 from lmcache_webhook.injection.options import InjectionOptions
 from lmcache_webhook.review import service
 from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, GroupVersionKind
@@ -22,12 +23,12 @@ HUNG = "hung"
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Reviews of pods in the namespace `hung` compute until the event is set."""
-    end, review = threading.Event(), service.review_pod
+    end = threading.Event()
 
-    def slow(options: InjectionOptions, document: dict[str, Any], namespace: str) -> service.Outcome:
+    def slow(options: InjectionOptions, document: dict[str, Any], namespace: str) -> Outcome:
         while namespace == HUNG and not end.is_set():
             pass  # as a loop in Python that does not end
-        return review(options, document, namespace)
+        return review_pod(options, document, namespace)
 
     monkeypatch.setattr(service, "review_pod", slow)
     monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 0.3)

@@ -21,7 +21,8 @@ MASK: Final = "**********"
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 # What Kubernetes adds for a service `lmcache-lookup`, or one whose name begins so: LMCACHE_LOOKUP_SERVICE_HOST, LMCACHE_LOOKUP_PORT=tcp://...
-_LINK_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+# Names of ports have at most 63 characters: bounded, the pattern is linear in the length of a name.
+_LINK_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_PORT_NAME = re.compile(r"(.*_)?PORT")
 _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.pod import Pod
@@ -57,7 +57,7 @@ class InjectionOptions:
     disk_gb: float
     max_disk_gb: float
     memory_overhead_mb: int
-    payload_resources: Mapping[str, Mapping[str, Any]]
+    payload_resources: Mapping[Literal["requests", "limits"], Mapping[str, Any]]
     sidecar_cpu: str
     run_as_user: int | None
     kubernetes_service: str | None

@@ -46,7 +46,8 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
 
 
 def _payload_resources(plan: PodPlan) -> dict[str, Any]:
-    requests, limits = (dict(plan.options.payload_resources.get(part, {})) for part in ("requests", "limits"))
+    requests = dict(plan.options.payload_resources.get("requests", {}))
+    limits = dict(plan.options.payload_resources.get("limits", {}))
     if plan.is_guaranteed:
         requests = limits = requests | limits
     return {"requests": requests, "limits": limits}
