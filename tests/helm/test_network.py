@@ -26,9 +26,10 @@ MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 def policies(rendering: Rendering) -> dict[str, Manifest]:
-    """Those of the components, not the one that denies everything, nor what `helm test` makes."""
-    found = [one for one in rendering.of_kind("NetworkPolicy") if "helm.sh/hook" not in one["metadata"].get("annotations", {})]
-    return {one["metadata"]["labels"][COMPONENT]: one["spec"] for one in found if one["metadata"]["labels"][COMPONENT] != "default-deny"}
+    """Those of the components, not the one that denies everything, nor those of `helm test`, which have a test of their own."""
+    found = {one["metadata"]["name"]: one for one in rendering.of_kind("NetworkPolicy")}
+    labelled = {name: one["metadata"]["labels"][COMPONENT] for name, one in found.items()}
+    return {labelled[name]: one["spec"] for name, one in found.items() if labelled[name] not in ("default-deny", "release-test")}
 
 
 def component(peer: Manifest) -> str | None:
