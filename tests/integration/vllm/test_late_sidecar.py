@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,26 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(any_module: ModuleT
         eventually(lambda: found(engine, 1), "the sidecar is quick again, and is not used")
         eventually(lambda: found(engine, 30), "the sidecar is quick again, and nothing is stored")
         assert relay.num_accepted == num_connections, "the connections were good"
+
+
+def test_the_first_request_of_a_new_engine_finds_what_others_have_stored(
+    any_module: ModuleType, model: Path, sidecar: RunningSocket, tmp_path: Path
+) -> None:
+    """It connects while it starts, or as soon as there is a sidecar: no request is needed for that."""
+    with running(any_module, model, beside(sidecar.path), limits=Limits(64)) as engine:
+        engine.ask(prompt(1, 43), 2)
+        engine.forget()
+    for comes_late in (False, True):
+        path = tmp_path / f"{comes_late}.sock"
+        with contextlib.ExitStack() as stack:
+            early = None if comes_late else stack.enter_context(late_socket(path, sidecar.path))
+            with running(any_module, model, beside(path), limits=Limits(64)) as engine:
+                relay = early or stack.enter_context(late_socket(path, sidecar.path))
+                eventually(lambda: relay.num_accepted == 3, "nothing connects before the first request")  # noqa: B023 (called at once)
+                eventually(lambda: relay.names().count("Hello") == 3, "they say nothing")  # noqa: B023 (called at once)
+                time.sleep(0.1)
+                assert engine.tally(engine.ask(prompt(1, 43), 2)).num_external == 40
+                engine.forget()
 
 
 def found(engine: Engine, number: int) -> bool:

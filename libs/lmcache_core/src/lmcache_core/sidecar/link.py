@@ -16,9 +16,10 @@ from lmcache_core.sidecar.messages import Hello
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.1
-MAX_WAIT_S = 5.0
-"""Between two attempts to connect: so long may a sidecar that is back go unnoticed."""
-SLOW_S = 0.2
+MAX_WAIT_S = 1.0
+"""Between two attempts to connect: so long may a sidecar that is back go unnoticed. A pod's first request comes as soon as its engine has
+started."""
+SLOW_S = 0.05
 WAIT_PER_COST = 4
 """A connection that made a caller wait longer than `SLOW_S` is not made again before this many times that wait: a sidecar that says
 HELLO and then hangs must not be slower than no cache."""
