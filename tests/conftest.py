@@ -1,9 +1,13 @@
-"""What holds for every test process: how many there are, their threads, their signals."""
+"""What holds for every test process: how many there are, their threads, their signals; and tests without PyTorch."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +27,66 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are processors: tests of processes and sockets wait for each other more than they compute."""
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+# The services and tools run without PyTorch, and so do their tests. Where it is not installed, a test
+# that imports it, or a package that is there only together with it, is skipped and says so.
+TORCH_PACKAGES = {"torch", "torchac", "triton", "transformers", "safetensors", "tokenizers", "lmcache_demo"}
+TESTS = Path(__file__).parent
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def missing_torch_package(error: BaseException | None) -> str | None:
+    """Return the name of the package whose absence caused `error`, if it is one of `TORCH_PACKAGES`."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            package = error.name.partition(".")[0]
+            return package if package in TORCH_PACKAGES else None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out a folder whose conftest needs one of the packages: its tests all do."""
+    if HAS_TORCH or not (collection_path / "conftest.py").is_file() or collection_path == TESTS:
+        return None
+    try:
+        importlib.import_module(".".join(("tests", *collection_path.relative_to(TESTS).parts, "conftest")))
+    except ModuleNotFoundError as exc:
+        if missing_torch_package(exc) is None:
+            raise
+        return True
+    return None
+
+
+class _ModuleWithoutTorch(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as exc:
+            if (package := missing_torch_package(exc)) is None:
+                raise
+            pytest.skip(f"needs {package}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if HAS_TORCH else _ModuleWithoutTorch.from_parent(parent, path=module_path)
+
+
+def _skipped_without_torch() -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        if HAS_TORCH or (package := missing_torch_package(exc)) is None:
+            raise
+        pytest.skip(f"needs {package}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    yield from _skipped_without_torch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    yield from _skipped_without_torch()
