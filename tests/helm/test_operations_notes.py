@@ -50,7 +50,7 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
         ({}, "Nobody uses the cache yet"),
         ({"webhook.enabled": True}, "No models here: a pod that runs vLLM gets the cache by the label"),
         ({"webhook.enabled": True, "models": [MODEL]}, "Pods of other charts that run vLLM get the cache by the label"),
-        ({}, "helm test -n inference cache\n"),
+        ({}, "helm test -n inference cache --logs\n"),
         ({}, "Storage   cache-lmcache-storage-headless:65432 (lm://, all pods) and cache-lmcache-storage:8080 (http://)"),
         ({}, "get secret cache-lmcache-auth"),
         ({"auth.existingSecret": "house"}, "a token of house"),
