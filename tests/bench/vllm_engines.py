@@ -60,12 +60,13 @@ class TimedEngine:
         name: For its log.
         model: Directory of the model.
         connector: Options of the connector, without their prefix; None: no connector.
+        dtype: Of its weights and KV.
     """
 
-    def __init__(self, owner: Owner, name: str, model: Path, connector: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, owner: Owner, name: str, model: Path, connector: Mapping[str, Any] | None = None, dtype: str = "bfloat16") -> None:
         extra = None if connector is None else {f"lmcache.{option}": value for option, value in connector.items()}
         transfer = {} if extra is None else {"kv_transfer_config": transfer_config(extra)}
-        self._options = engine_options(model, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=NUM_BLOCKS, **transfer)
+        self._options = engine_options(model, dtype=dtype, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=NUM_BLOCKS, **transfer)
         self._process: EngineProcess = owner.engine(name, _environment(), [str(PYTHON), "-m", "tests.bench.vllm_child"])
 
     @property
