@@ -219,6 +219,23 @@ async def test_a_store_longer_than_the_bound_is_written_in_turns(stack: TierStac
     assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
 
 
+async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(arena: ArenaAllocator, tmp_path: Path) -> None:
+    """As a disk does for chunks that it has, and every tier while it is bypassed: nothing of that waits."""
+    listener = Listener()
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [LocalDiskBackend(tmp_path, ARENA_BYTES)], listener=listener)
+    await stack.open()
+    names = [f"n{i}" for i in range(200)]
+    most = 0
+    for _ in range(2):
+        assert all(await put(stack, *names))
+        while stack.num_pending_bytes:
+            num_told = len(listener.heard)
+            await asyncio.sleep(0)
+            most = max(most, len(listener.heard) - num_told)
+    assert most <= write_behind.BATCH_CHUNKS
+    await stack.close()
+
+
 async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(stack: TierStack, disk: Disk) -> None:
     names = [f"n{i}" for i in range(600)]
     disk.delay_s = 0.05

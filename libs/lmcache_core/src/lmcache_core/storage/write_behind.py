@@ -169,6 +169,8 @@ class WriteBehind:
                 self._written.set()
                 for chunk in batch:
                     self._settle(chunk)
+            # A tier that is bypassed, or has the chunks already, answers without waiting for anything.
+            await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
         """The next chunks to write, which wait no more; those that are being removed from the tier stay."""
