@@ -184,6 +184,25 @@ async def test_a_chunk_stored_again_takes_the_place_of_its_unread_file(tmp_path,
     await disk.close()
 
 
+async def test_what_is_stored_during_a_look_that_fails_is_charged_once(tmp_path, files):
+    paths = await fill(tmp_path, "a", "b")
+    files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
+    disk = await opened(tmp_path, files)
+
+    class StoresFirst(dict):
+        def __getitem__(self, operation):
+            if not disk._index.contains_many([make_key("a")])[0]:
+                assert disk._store.write(make_chunk("a"))
+            return super().__getitem__(operation)
+
+    files.failing, files.only = StoresFirst(files.failing), paths["a"].name
+    await disk._pool.run(disk._store.look_again)
+    assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, 2)
+    files.failing = {}
+    assert await get(disk, "a", "b") == [make_payload("a"), make_payload("b")]
+    await disk.close()
+
+
 @pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
 async def test_what_is_removed_while_it_cannot_be_read_does_not_come_back(tmp_path, files, how):
     await fill(tmp_path, "a")

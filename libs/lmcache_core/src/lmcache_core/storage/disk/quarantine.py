@@ -31,7 +31,7 @@ class Quarantine:
         self._index = index
         self._files = files
         self._held: deque[tuple[Path, int]] = deque()
-        self._left: deque[tuple[Path, int]] = deque()
+        self._left: dict[Path, int] = {}  # the oldest first; as many as an upgrade has written
 
     def __len__(self) -> int:
         return len(self._held)
@@ -39,7 +39,7 @@ class Quarantine:
     def leave(self, path: Path, charge: int) -> None:
         """Leave a good record of a later version where it is, until its space is needed."""
         self._index.charge_anyway(charge)
-        self._left.append((path, charge))
+        self._left[path] = charge
 
     def take(self, path: Path, charge: int) -> None:
         """Set a damaged file aside; the oldest ones above `MAX_BAD_FILES` are removed. Never raises `OSError`.
@@ -64,7 +64,7 @@ class Quarantine:
         self._index.charge_anyway(charge)
         self._held.append((path, charge))
         if len(self._held) > MAX_BAD_FILES:
-            self._remove_first(self._held)
+            self._remove_first_held()
 
     def remove_oldest(self) -> bool:
         """Remove the damaged file held longest, or else the oldest of a later version.
@@ -72,23 +72,38 @@ class Quarantine:
         Returns:
             False when there is none, or it cannot be removed: it is then held on, and tried last.
         """
-        return self._remove_first(self._held) or self._remove_first(self._left)
+        return self._remove_first_held() or self._remove_first_left()
 
     def forget(self, path: Path) -> None:
         """A good record has been renamed over that file."""
-        for held in (self._held, self._left):
-            for item in [item for item in held if item[0] == path]:
-                held.remove(item)
-                self._index.unreserve(item[1])
+        for item in [item for item in self._held if item[0] == path]:
+            self._held.remove(item)
+            self._index.unreserve(item[1])
+        self._index.unreserve(self._left.pop(path, 0))
 
-    def _remove_first(self, held: deque[tuple[Path, int]]) -> bool:
-        if not held:
+    def _remove_first_held(self) -> bool:
+        if not self._held:
             return False
-        path, charge = held.popleft()
+        path, charge = self._held.popleft()
+        is_removed = self._remove(path, charge)
+        if not is_removed:
+            self._held.append((path, charge))
+        return is_removed
+
+    def _remove_first_left(self) -> bool:
+        if not self._left:
+            return False
+        path = next(iter(self._left))
+        charge = self._left.pop(path)
+        is_removed = self._remove(path, charge)
+        if not is_removed:
+            self._left[path] = charge
+        return is_removed
+
+    def _remove(self, path: Path, charge: int) -> bool:
         try:
             self._files.unlink(path)
         except OSError:
-            held.append((path, charge))
             return False
         self._index.unreserve(charge)
         return True

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -140,15 +141,16 @@ class DiskStore:
         found = scan(self._layout, self._files, places)
         with self._names_lock:
             # A write or a removal may have come first: then the file is not ours to judge by what it was.
-            places = [path for path in places if path in self._unread]
-            found.records = [(key, entry) for key, entry in found.records if self._is_below(self._layout.record(key), places)]
-            doubtful = [path for path, _ in (*found.damaged, *found.later) if self._is_below(path, places)]
+            still_unread = self._unread.keys() & set(places)
+            found.records = [(key, entry) for key, entry in found.records if self._is_below(self._layout.record(key), still_unread)]
+            doubtful = [path for path, _ in (*found.damaged, *found.later) if self._is_below(path, still_unread)]
             judged = scan(self._layout, self._files, doubtful)
             found.damaged, found.later = judged.damaged, judged.later
-            for path in places:
+            found.unread = {path: size for path, size in found.unread.items() if self._is_below(path, still_unread)}
+            for path in still_unread:
                 self._forget_unread(path)
             self._take_over(found)
-        if places and not self._unread:
+        if still_unread and not self._unread:
             logger.info("files can be read again: path=%s", self._layout.root)
 
     def write(self, chunk: Chunk) -> bool:
@@ -360,7 +362,7 @@ class DiskStore:
         self._room.shrink()
 
     @staticmethod
-    def _is_below(path: Path, places: Sequence[Path]) -> bool:
+    def _is_below(path: Path, places: AbstractSet[Path]) -> bool:
         return not {path, *path.parents}.isdisjoint(places)
 
     def _is_readable(self, path: Path) -> bool:
