@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from fastapi import FastAPI
 from lmcache_core.errors import UnavailableError
+from lmcache_servicekit import app as app_module
+from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.state import service_state
 
@@ -78,6 +83,33 @@ async def test_what_does_not_answer_is_named_and_changes_are_logged_once(caplog:
         "dependency unavailable: check=index error=redis at h:1: no answer within 0.01 s",
         "dependency available again: check=index",
     ]
+
+
+async def test_what_the_service_closes_at_its_end_is_not_reported_as_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "HEALTH_LOOK_S", 0.01)
+    asked = asyncio.Event()
+
+    async def fine_for_now() -> str:
+        asked.set()
+        if is_closing:
+            raise UnavailableError("closed")
+        return "fine"
+
+    @asynccontextmanager
+    async def closing_slowly(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal is_closing
+        service_state(app).health.add("part", fine_for_now)
+        yield
+        is_closing = True
+        await asyncio.sleep(0.1)
+
+    is_closing = False
+    app = create_service_app(SampleSettings(), "lmcache-servicekit", lifespan=closing_slowly, routers=[])
+    async with asyncio.timeout(30), app.router.lifespan_context(app):
+        await asked.wait()
+    assert [line for line in caplog.messages if "unavailable" in line] == []
 
 
 async def test_routes() -> None:

@@ -195,7 +195,10 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
                 if state.siblings is not None:
                     await state.siblings.open()
                     more.push_async_callback(state.siblings.close)
-                supervisor.repeat("health", look, 0.0)
+                looks = TaskSupervisor("health")
+                # Ends first: what the lifespan closes is not away.
+                more.push_async_callback(looks.close)
+                looks.repeat("look", look, 0.0)
                 yield
         finally:
             await supervisor.close()
