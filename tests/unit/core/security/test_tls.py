@@ -50,8 +50,20 @@ def test_a_certificate_that_has_ended_is_told_and_does_not_stop_the_service(tmp_
     with caplog.at_level(logging.WARNING):
         server_context(TlsFiles(pair.cert, pair.key))
         client_context(TlsFiles(pair.cert, pair.key))
-    assert [record.getMessage().split(": ")[0] for record in caplog.records] == ["certificate has ended, whoever checks it refuses it"] * 2
-    assert f"file={pair.cert} ended=2025-03-01" in caplog.text
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
+        "certificate has expired, peers that verify it refuse it"
+    ] * 2
+    assert f"file={pair.cert} expired=2025-03-01" in caplog.text
+
+
+@pytest.mark.parametrize("label", ["X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
+def test_the_end_is_read_whatever_label_openssl_takes(tmp_path: Path, label: str) -> None:
+    """To know the end is worth a warning, never a refusal of what serves."""
+    pair = Authority(tmp_path).sign("server")
+    end = certificate_end(pair.cert)
+    pair.cert.write_text(pair.cert.read_text().replace("CERTIFICATE", label))
+    server_context(TlsFiles(pair.cert, pair.key))
+    assert certificate_end(pair.cert) == end
 
 
 def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:

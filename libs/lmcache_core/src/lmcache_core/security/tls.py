@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import logging
 import re
@@ -18,7 +19,8 @@ from lmcache_core.security.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
-_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_PEM = re.compile(r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END ", re.DOTALL)
+"""With the labels that OpenSSL takes for a server's certificate."""
 _TIME = rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
 _VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
 """Two times, each a UTCTime until 2049 and a GeneralizedTime from 2050 on: RFC 5280, section 4.1.2.5."""
@@ -191,7 +193,7 @@ def certificate_end(path: Path) -> float:
     """
     try:
         pem = _PEM.search(path.read_text(encoding="latin-1"))
-        times = None if pem is None else _VALIDITY.search(ssl.PEM_cert_to_DER_cert(pem[0]))
+        times = None if pem is None else _VALIDITY.search(base64.b64decode(pem[1]))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"certificate {path}: {_reason(exc)}; it must hold a certificate in PEM") from exc
     if times is None:
@@ -216,7 +218,7 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise ConfigError(f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and belong together") from exc
     ends_s = certificate_end(files.cert_file)
     if ends_s < time.time():  # no reason to end: it may be replaced at any time, and some callers need none
-        logger.warning("certificate has ended, whoever checks it refuses it: file=%s ended=%s", files.cert_file, day_of(ends_s))
+        logger.warning("certificate has expired, peers that verify it refuse it: file=%s expired=%s", files.cert_file, day_of(ends_s))
 
 
 def _load_trusted(context: ssl.SSLContext, path: Path) -> None:
