@@ -32,6 +32,7 @@ CONFIG_NAME: Final = "CONFIG"
 
 _CONSEQUENCE: Final = "default_factory_not_called"
 """What pydantic says of a default that follows from other options, when one of those is wrong: that one is reported."""
+_CREDENTIALS = re.compile(r"://[^/'\"]*@")
 
 
 class ServiceSettings(BaseSettings):
@@ -234,7 +235,7 @@ def _refuse_unknown(settings_cls: type[ServiceSettings], values: Mapping[str, An
 
 def _without_credentials(text: str) -> str:
     """That text; what may be a password in a URL is masked."""
-    return re.sub(r"://[^/'\"]*@", f"://{MASK}@", text)
+    return _CREDENTIALS.sub(f"://{MASK}@", text)
 
 
 def _nearest(name: str, known: list[str]) -> str:
