@@ -6,16 +6,18 @@ import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 import redis
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import UNSEALED_DIGEST, Chunk
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason, RecordHeader
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
-from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite
+from lmcache_core.storage.remote.redis_exchange import OnAnswer, exchange
+from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
@@ -110,6 +112,40 @@ class TestRedis(RemoteSuite):
         assert not any(isinstance(result, Chunk) for result in results)
         assert await backend.batched_contains([make_key("damaged"), make_key("later")]) == [False, True]
         assert backend.stats()["corrupt_chunks"] == 2
+
+    @pytest.mark.parametrize("at", [0, 30, -1], ids=["prefix", "header", "payload"])
+    async def test_a_value_that_reads_wrong_once_stays(
+        self, backend: StorageBackend, under_test: RedisUnderTest, arena: Arena, monkeypatch: pytest.MonkeyPatch, at: int
+    ) -> None:
+        async def flipping(client: Any, requests: Any, num_ahead: Any, on_answer: OnAnswer) -> None:
+            async def flipped(i: int, answer: Any) -> None:
+                wrong = bytearray(answer)
+                wrong[at] ^= 1
+                await on_answer(i, bytes(wrong))
+
+            await exchange(client, requests, num_ahead, flipped)
+
+        await backend.batched_put([make_chunk("a")])
+        with monkeypatch.context() as patch:
+            patch.setattr("lmcache_core.storage.remote.redis.exchange", flipping)
+            [result] = await backend.batched_get([make_key("a")], arena)
+        assert result == Miss(MissReason.UNAVAILABLE)
+        figures = backend.stats()
+        assert (figures["failed_reads"], figures["corrupt_chunks"]) == (1, 0)
+        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [make_payload("a")]
+
+    async def test_memory_with_a_bad_bit_does_not_cost_others_their_value(
+        self, backend: StorageBackend, under_test: RedisUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The value arrives as it is, and its copy in the arena is another one, every time."""
+
+        async def never_whole(header: RecordHeader, payload: memoryview) -> bool:
+            return False
+
+        await backend.batched_put([make_chunk("a")])
+        monkeypatch.setattr("lmcache_core.storage.remote.base.payload_is_whole", never_whole)
+        assert await backend.batched_get([make_key("a")], Arena()) == [Miss(MissReason.UNAVAILABLE)]
+        assert await backend.batched_contains([make_key("a")]) == [True]
 
 
 class RestUnderTest(BackendUnderTest):

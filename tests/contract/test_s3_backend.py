@@ -6,19 +6,20 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Chunk, MissReason
+from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.testing.backend_suite import Arena, BackendUnderTest, ReadingBackendSuite, payload_of
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.s3 import create_s3_backend
 from lmcache_storage.s3.backend import S3Backend
+from lmcache_storage.s3.objects import _Pieces
 from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.s3_server import LISTED_MS, S3Server, running_s3
@@ -87,6 +88,37 @@ class TestS3(ReadingBackendSuite):
         assert await backend.batched_contains(keys) == [False] * 4
         assert await backend.batched_put([make_chunk("damaged")]) == [True]
         assert [payload_of(result) for result in await backend.batched_get([damaged], arena)] == [make_payload("damaged")]
+
+    @pytest.mark.parametrize("num_wrong", [1, 2], ids=["right_again", "wrong_in_another_way"])
+    @pytest.mark.parametrize("at", [0, 30, 600], ids=["prefix", "header", "payload"])
+    async def test_an_object_that_reads_wrong_in_changing_ways_stays(
+        self, backend: StorageBackend, arena: Arena, monkeypatch: pytest.MonkeyPatch, at: int, num_wrong: int
+    ) -> None:
+        left = list(range(num_wrong))
+
+        class Flipping(_Pieces):
+            """Flips one bit of what it reads, as bad memory does."""
+
+            def __init__(self, answer: Any) -> None:
+                super().__init__(answer)
+                self._at = 0
+
+            def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
+                super().fill(view)
+                if left and self._at <= at < self._at + len(view):
+                    view[at - self._at] ^= 1 << left.pop()
+                self._at += len(view)
+                if saw is not None:
+                    saw(view)
+
+        assert await backend.batched_put([make_chunk("a"), make_chunk("b")]) == [True, True]
+        with monkeypatch.context() as patch:
+            patch.setattr("lmcache_storage.s3.objects._Pieces", Flipping)
+            [result] = await backend.batched_get([make_key("a")], arena)
+        assert result == Miss(MissReason.UNAVAILABLE)
+        figures = backend.stats()
+        assert (figures["failed_reads"], figures["corrupt_chunks"]) == (1, 0)
+        assert [payload_of(result) for result in await backend.batched_get([make_key("a")], arena)] == [make_payload("a")]
 
     async def test_a_record_of_a_later_version_stays(self, backend: StorageBackend, under_test: S3UnderTest, arena: Arena) -> None:
         record = bytearray(make_record("a"))

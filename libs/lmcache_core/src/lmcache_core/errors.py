@@ -34,6 +34,8 @@ class IdentityError(LMCacheError, ValueError):
 class RecordError(LMCacheError):
     """Bytes that claim to be a record are not one, or are damaged.
 
+    The text is the same when the same bytes are read again, and another one when they differ in what is wrong.
+
     Attributes:
         reason: One of `RecordReason`'s values, fit for a metric label.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.record import HEAD_ALIGN_BYTES, Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S, WriteBackoff
 from lmcache_core.storage.remote import RemoteOptions
@@ -150,6 +150,54 @@ async def test_a_damaged_file_is_removed_once_it_cannot_be_one_that_still_grows(
     assert await get(tier, "a") == [MissReason.CORRUPT]
     assert not path.exists()
     assert await get(tier, "a") == [MissReason.NEVER_STORED]
+
+
+class WrongOnce(DiskFiles):
+    """Flips one bit of what it reads, as bad memory does, in so many reads that hold it.
+
+    Args:
+        at: Which byte of the file.
+        num_wrong: How many reads.
+    """
+
+    def __init__(self, at: int, num_wrong: int = 1) -> None:
+        self._at = at
+        self._num_wrong = num_wrong
+
+    def read(self, fd, buffer, at):
+        num_read = super().read(fd, buffer, at)
+        is_asked_for = at > 0 or self._at < HEAD_ALIGN_BYTES  # the first read brings more than the head
+        if self._num_wrong and is_asked_for and at <= self._at < at + num_read:
+            self._num_wrong -= 1
+            memoryview(buffer)[self._at - at] ^= 1 << self._num_wrong
+        return num_read
+
+
+@pytest.mark.parametrize("num_wrong", [1, 2], ids=["right_again", "wrong_in_another_way"])
+@pytest.mark.parametrize("at", [0, 30, 600], ids=["prefix", "header", "payload"])
+async def test_a_file_that_reads_wrong_in_changing_ways_stays(tier, tmp_path, arena, at, num_wrong):
+    await tier.batched_put([make_chunk("a")])
+    make_old(record_of(tmp_path))
+    unsound = FileBackend(tmp_path, RemoteOptions(timeout_s=TIMEOUT_S), WrongOnce(at, num_wrong))
+    await unsound.open()
+    assert await get(unsound, "a", arena=arena) == [MissReason.UNAVAILABLE]
+    assert (unsound.stats()["failed_reads"], unsound.stats()["corrupt_chunks"]) == (1, 0)
+    assert await get(unsound, "a", arena=arena) == [make_payload("a")]
+    await unsound.close()
+
+
+async def test_a_put_over_a_file_that_reads_wrong_once_does_not_remove_it(tier, tmp_path):
+    class Full(WrongOnce):
+        def create(self, path):
+            raise OSError(errno.ENOSPC, "full")
+
+    await tier.batched_put([make_chunk("a")])
+    make_old(record_of(tmp_path))
+    unsound = FileBackend(tmp_path, RemoteOptions(timeout_s=TIMEOUT_S), Full(30))
+    await unsound.open()
+    assert await unsound.batched_put([make_chunk("a")]) == [False]
+    await unsound.close()
+    assert await get(tier, "a") == [make_payload("a")]
 
 
 async def test_a_damaged_file_is_written_anew(tier, tmp_path):

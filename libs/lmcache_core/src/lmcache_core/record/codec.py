@@ -77,7 +77,7 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
         raise RecordError(RecordReason.SHORT, f"{len(data)} bytes, a record begins with {PREFIX_BYTES}")
     magic, version, units, header_bytes, reserved, payload_bytes = _PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise RecordError(RecordReason.MAGIC)
+        raise RecordError(RecordReason.MAGIC, magic.hex())
     if version != VERSION:
         raise RecordError(RecordReason.VERSION, str(version))
     head_bytes = units * HEAD_ALIGN_BYTES
@@ -105,8 +105,9 @@ def decode_head(head: bytes | bytearray | memoryview, expected: CacheEngineKey |
         raise RecordError(RecordReason.SHORT, f"{len(head)} bytes of a head of {prefix.head_bytes}")
     view = memoryview(head)
     covered = view[: prefix.head_bytes - CHECKSUM_BYTES]
-    if xxhash.xxh3_128_digest(covered) != bytes(view[prefix.head_bytes - CHECKSUM_BYTES :]):
-        raise RecordError(RecordReason.HEAD_CHECKSUM)
+    checksum, named = xxhash.xxh3_128_digest(covered), bytes(view[prefix.head_bytes - CHECKSUM_BYTES :])
+    if checksum != named:
+        raise RecordError(RecordReason.HEAD_CHECKSUM, f"{checksum.hex()} instead of {named.hex()}")
     header_end = PREFIX_BYTES + prefix.header_bytes
     if any(covered[header_end:]):
         raise RecordError(RecordReason.BOUNDS, "padding is not zero")
@@ -126,8 +127,17 @@ def verify_payload(header: RecordHeader, payload: bytes | bytearray | memoryview
     Raises:
         RecordError: They differ.
     """
-    if payload_digest(payload) != header.digest:
-        raise RecordError(RecordReason.DIGEST)
+    check_digest(header, payload_digest(payload))
+
+
+def check_digest(header: RecordHeader, digest: bytes) -> None:
+    """Compare the digest of a payload with the one in its header.
+
+    Raises:
+        RecordError: They differ.
+    """
+    if digest != header.digest:
+        raise RecordError(RecordReason.DIGEST, digest.hex())
 
 
 def _head_units(header_bytes: int) -> int:

@@ -179,9 +179,11 @@ class S3Backend(StorageBackend):
                 found = await self._reading.run(self._objects.find, key)
                 if isinstance(found, Miss):
                     results[place] = found
-                    return
-                memory = allocate(found.payload_bytes)
-                results[place] = Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+                else:
+                    memory = allocate(found.payload_bytes)
+                    results[place] = Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+                if results[place] == Miss(MissReason.UNAVAILABLE):
+                    self._counters.add("failed_reads")
             except UnavailableError as exc:
                 failures.append(exc)
                 self._counters.add("failed_reads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lmcache_core.record import (
     RecordHeader,
     RecordReason,
     Result,
+    check_digest,
     decode_head,
     decode_prefix,
     payload_hasher,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ClientConfig, S3Config, S3Credential
 
+logger = logging.getLogger(__name__)
+
 STORED_AT: Final = "lmcache-stored-at"
 """Metadata of an object whose chunk is older than it: when that was stored, seconds since the epoch."""
 MAX_RETRIES: Final = 1
@@ -47,6 +51,8 @@ CREDENTIALS_S: Final = 302.0
 """How long a key from files is said to be good for. The library asks again five minutes before: after two seconds."""
 LIST_OBJECTS: Final = 1000
 MAX_CAUSE_CHARS: Final = 300
+CHECKED_BYTES: Final = 1 << 20
+"""What an object is read by when it is only checked."""
 PROBE: Final = "lmcache-probe"
 _OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
 
@@ -117,7 +123,7 @@ class BucketObjects:
         return not self._is_past(_stored_at(answer))
 
     def find(self, key: ChunkKey) -> FoundObject | Miss:
-        """The record of that chunk, its head read; or why there is none. What is damaged or too old is removed.
+        """The record of that chunk, its head read; or why there is none. What is too old is removed, and what is damaged if it is so twice.
 
         Raises:
             UnavailableError: The bucket cannot be read.
@@ -129,48 +135,33 @@ class BucketObjects:
             if self._is_past(stored_at):
                 self._discard(name)
                 return Miss(MissReason.EXPIRED)
-            pieces = _Pieces(answer)
-            first = bytearray(PREFIX_BYTES)
-            pieces.fill(memoryview(first))
-            prefix = decode_prefix(first)
-            if answer.meta["size"] != prefix.head_bytes + prefix.payload_bytes:
-                raise RecordError(RecordReason.SHORT, f"{answer.meta['size']} bytes")
-            first += bytes(prefix.head_bytes - PREFIX_BYTES)
-            pieces.fill(memoryview(first)[PREFIX_BYTES:])
-            header, payload_bytes = decode_head(bytes(first), key.key)
+            return _found(answer, key, stored_at)
         except FileNotFoundError:
             return Miss(MissReason.NEVER_STORED)
         except RecordError as exc:
-            if exc.reason not in _OF_ANOTHER_VERSION:
-                self._discard(name)
-            return miss_for(exc)
+            return self._refuse(key, exc)
         except (BaseError, OSError) as exc:
             raise self._unavailable(exc) from exc
-        return FoundObject(key, header, bytes(first), payload_bytes, stored_at, pieces)
 
     def read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """The chunk in that memory, verified; or a miss, and the memory is given back. A damaged object is removed.
+        """The chunk in that memory, verified; or a miss, and the memory is given back. An object that is damaged twice is removed.
 
         Raises:
             UnavailableError: The bucket cannot be read any more; the memory is given back.
         """
-        is_whole = False
         try:
             hasher = payload_hasher()
             found.pieces.fill(memory.byte_array, hasher.update)
-            is_whole = hasher.digest() == found.header.digest
-        except RecordError:
-            pass
+            check_digest(found.header, hasher.digest())
+        except RecordError as exc:
+            memory.ref_count_down()
+            return self._refuse(found.key, exc)
         except (BaseError, OSError) as exc:
             memory.ref_count_down()
             raise self._unavailable(exc) from exc
         except BaseException:
             memory.ref_count_down()
             raise
-        if not is_whole:
-            memory.ref_count_down()
-            self._discard(object_name(self._prefix, found.key))
-            return Miss(MissReason.CORRUPT)
         return Chunk(found.key, found.header, found.head, memory, S3_TIER, found.stored_at)
 
     def write(self, chunk: Chunk) -> None:
@@ -225,6 +216,37 @@ class BucketObjects:
     def _is_past(self, stored_at: float) -> bool:
         return self._ttl_s is not None and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
 
+    def _refuse(self, key: ChunkKey, exc: RecordError) -> Miss:
+        """Remove a damaged object, if the same is wrong with it when it is read again: others share the bucket, and it may be this host's
+        memory that is bad."""
+        if exc.reason in _OF_ANOTHER_VERSION:
+            return miss_for(exc)
+        name = object_name(self._prefix, key)
+        again = self._error_of(key, name)
+        if again == str(exc):
+            self._discard(name)
+        elif again is not None:
+            logger.warning("object read in two ways, left: object=%s first=%s second=%s", name, exc, again or "whole")
+            return Miss(MissReason.UNAVAILABLE)
+        return miss_for(exc)
+
+    def _error_of(self, key: ChunkKey, name: str) -> str | None:
+        """What is wrong with an object, read as a whole into memory of its own: nothing if it is whole, None if it is gone."""
+        try:
+            found = _found(obstore.get(self._store, name), key, 0)
+            block = memoryview(bytearray(min(CHECKED_BYTES, found.payload_bytes)))
+            hasher = payload_hasher()
+            for begin in range(0, found.payload_bytes, CHECKED_BYTES):
+                found.pieces.fill(block[: found.payload_bytes - begin], hasher.update)
+            check_digest(found.header, hasher.digest())
+        except FileNotFoundError:
+            return None
+        except RecordError as exc:
+            return str(exc)
+        except (BaseError, OSError) as exc:
+            raise self._unavailable(exc) from exc
+        return ""
+
     def _discard(self, name: str) -> None:
         """Remove what nobody can use, so that a good one is written there again; if that fails, it is a miss the next time too."""
         try:
@@ -263,6 +285,24 @@ class _Pieces:
                 saw(view[at : at + taken])
             self._piece = self._piece[taken:]
             at += taken
+
+
+def _found(answer: GetResult, key: ChunkKey, stored_at: float) -> FoundObject:
+    """Read the head of a record.
+
+    Raises:
+        RecordError: It is none, or not the one that was asked for.
+    """
+    pieces = _Pieces(answer)
+    head = bytearray(PREFIX_BYTES)
+    pieces.fill(memoryview(head))
+    prefix = decode_prefix(head)
+    if answer.meta["size"] != prefix.head_bytes + prefix.payload_bytes:
+        raise RecordError(RecordReason.SHORT, f"{answer.meta['size']} bytes")
+    head += bytes(prefix.head_bytes - PREFIX_BYTES)
+    pieces.fill(memoryview(head)[PREFIX_BYTES:])
+    header, payload_bytes = decode_head(bytes(head), key.key)
+    return FoundObject(key, header, bytes(head), payload_bytes, stored_at, pieces)
 
 
 class _KeyFiles:

@@ -67,6 +67,10 @@ class DiskFiles:
         """A descriptor for reading a file; links are not followed, and a pipe that lies there instead is not waited for."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def drop_cached(self, fd: int) -> None:
+        """Let the next read of a file come from its device or server, as far as the system does that."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
         """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than it holds if the file ends before."""
         left = memoryview(buffer).cast("B")

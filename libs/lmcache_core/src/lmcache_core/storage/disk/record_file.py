@@ -3,12 +3,12 @@ the way. Blocking."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache_core.errors import RecordError
-from lmcache_core.record import Chunk, RecordHeader, RecordReason, decode_prefix, payload_hasher
+from lmcache_core.record import Chunk, RecordHeader, RecordReason, check_digest, decode_prefix, payload_hasher
 from lmcache_core.storage.disk.files import DiskFiles
 
 FIRST_READ_BYTES = 4096
@@ -64,16 +64,30 @@ def read_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, paylo
         RecordError: The file does not end with it, or the digest is another one.
         OSError: It cannot be read.
     """
+    _read_blocks(files, fd, at, header, (payload[begin : begin + BLOCK_BYTES] for begin in range(0, len(payload), BLOCK_BYTES)))
+
+
+def check_payload(files: DiskFiles, fd: int, at: int, header: RecordHeader, payload_bytes: int) -> None:
+    """Verify a payload of that length as `read_payload` does, in memory of its own.
+
+    Raises:
+        RecordError: As `read_payload` raises it.
+        OSError: It cannot be read.
+    """
+    block = memoryview(bytearray(min(BLOCK_BYTES, payload_bytes)))
+    _read_blocks(files, fd, at, header, (block[: payload_bytes - begin] for begin in range(0, payload_bytes, BLOCK_BYTES)))
+
+
+def _read_blocks(files: DiskFiles, fd: int, at: int, header: RecordHeader, blocks: Iterable[memoryview]) -> None:
     hasher = payload_hasher()
-    for begin in range(0, len(payload), BLOCK_BYTES):
-        block = payload[begin : begin + BLOCK_BYTES]
-        if files.read(fd, block, at + begin) != len(block):
+    for block in blocks:
+        if files.read(fd, block, at) != len(block):
             raise RecordError(RecordReason.SHORT, "the file ends within its record")
         hasher.update(block)
-    if files.read(fd, bytearray(1), at + len(payload)):
+        at += len(block)
+    if files.read(fd, bytearray(1), at):
         raise RecordError(RecordReason.SHORT, "the file goes on behind its record")
-    if hasher.digest() != header.digest:
-        raise RecordError(RecordReason.DIGEST)
+    check_digest(header, hasher.digest())
 
 
 def write_record(files: DiskFiles, path: Path, chunk: Chunk, fsync: bool) -> None:

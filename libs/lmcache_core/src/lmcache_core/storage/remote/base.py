@@ -61,6 +61,7 @@ class RemoteFigures:
     served_chunks: int = 0
     served_bytes: int = 0
     corrupt_chunks: int = 0
+    failed_reads: int = 0
 
     def count_got(self, results: Sequence[Result]) -> None:
         """Count what a get brought."""
@@ -70,6 +71,10 @@ class RemoteFigures:
                 self.served_bytes += result.num_bytes
             elif result.reason in (MissReason.CORRUPT, MissReason.IDENTITY):
                 self.corrupt_chunks += 1
+
+    def count_failed(self, results: Sequence[Result]) -> None:
+        """Count those of a get that could not be read, or not twice in the same way."""
+        self.failed_reads += results.count(Miss(MissReason.UNAVAILABLE))
 
     def as_stats(self) -> dict[str, int]:
         """For `StorageBackend.stats`."""
@@ -81,6 +86,7 @@ class RemoteFigures:
             "served_chunks": self.served_chunks,
             "served_bytes": self.served_bytes,
             "corrupt_chunks": self.corrupt_chunks,
+            "failed_reads": self.failed_reads,
         }
 
 
@@ -103,20 +109,15 @@ async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
 
 async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
     """The chunk in a record that was read as a whole, copied into memory and verified there. The caller owns it."""
-    view = memoryview(record)
     try:
-        prefix = decode_prefix(view[:PREFIX_BYTES])
-        if len(view) != prefix.head_bytes + prefix.payload_bytes:
-            raise RecordError(RecordReason.SHORT, f"{len(view)} bytes")
-        head = bytes(view[: prefix.head_bytes])
-        header, payload_bytes = decode_head(head, key.key)
+        head, header, payload = _parts_of(record, key)
     except RecordError as exc:
         return miss_for(exc)
-    memory = allocate(payload_bytes)
+    memory = allocate(len(payload))
     if memory is None:
         return Miss(MissReason.NO_MEMORY)
     try:
-        memory.byte_array[:] = view[prefix.head_bytes :]
+        memory.byte_array[:] = payload
         is_whole = await payload_is_whole(header, memory.byte_array)
     except BaseException:
         memory.ref_count_down()
@@ -125,6 +126,26 @@ async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) ->
         memory.ref_count_down()
         return Miss(MissReason.CORRUPT)
     return Chunk(key, header, head, memory, REMOTE_TIER)
+
+
+def is_damaged(record: bytes, key: ChunkKey) -> bool:
+    """Whether a record that was read as a whole is refused for what it is, wherever it is copied to."""
+    try:
+        _, header, payload = _parts_of(record, key)
+        verify_payload(header, payload)
+    except RecordError:
+        return True
+    return False
+
+
+def _parts_of(record: bytes, key: ChunkKey) -> tuple[bytes, RecordHeader, memoryview]:
+    view = memoryview(record)
+    prefix = decode_prefix(view[:PREFIX_BYTES])
+    if len(view) != prefix.head_bytes + prefix.payload_bytes:
+        raise RecordError(RecordReason.SHORT, f"{len(view)} bytes")
+    head = bytes(view[: prefix.head_bytes])
+    header, _ = decode_head(head, key.key)
+    return head, header, view[prefix.head_bytes :]
 
 
 def all_answered(results: Sequence[Result | None], limit: asyncio.Timeout) -> list[Result]:

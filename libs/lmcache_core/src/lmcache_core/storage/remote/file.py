@@ -91,6 +91,7 @@ class FileBackend(StorageBackend):
         late = Miss(MissReason.DEADLINE if limit.expired() else MissReason.UNAVAILABLE)
         answered = [late if result is None else result for result in results]
         self._figures.count_got(answered)
+        self._figures.count_failed(answered)
         return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:

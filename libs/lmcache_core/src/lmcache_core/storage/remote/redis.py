@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,12 +17,33 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import PREFIX_BYTES, Allocate, Chunk, Miss, MissReason, RecordReason, Result, decode_head, decode_prefix
+from lmcache_core.record import (
+    PREFIX_BYTES,
+    Allocate,
+    Chunk,
+    Miss,
+    MissReason,
+    RecordReason,
+    Result,
+    decode_head,
+    decode_prefix,
+    payload_digest,
+)
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteFigures, RemoteOptions, all_answered, chunk_from_record, release_all
+from lmcache_core.storage.remote.base import (
+    REMOTE_TIER,
+    RemoteFigures,
+    RemoteOptions,
+    all_answered,
+    chunk_from_record,
+    is_damaged,
+    release_all,
+)
 from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
+
+logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8
 AHEAD_BYTES = 64 << 20
@@ -97,7 +119,10 @@ class RedisBackend(StorageBackend):
             return [bool(found) for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])]
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
-        """See `StorageBackend.batched_get`. A value that is a damaged record, or none, is deleted."""
+        """See `StorageBackend.batched_get`. A value that is a damaged record, or none, is deleted.
+
+        A record is read once more before that: others share Redis, and it may be this host's memory that is bad.
+        """
         results: list[Result | None] = [None] * len(keys)
         try:
             async with caller_limit(timeout_s) as limit, self._mapped():  # outside, so that it decides when both end at once
@@ -107,6 +132,7 @@ class RedisBackend(StorageBackend):
             raise
         answered = all_answered(results, limit)
         self._figures.count_got(answered)
+        self._figures.count_failed(answered)
         return answered
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -146,7 +172,8 @@ class RedisBackend(StorageBackend):
         return self._figures.as_stats()
 
     async def _get(self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]) -> None:
-        damaged = []
+        damaged: list[str] = []
+        suspected: dict[int, bytes] = {}
 
         async def take(i: int, value: Any) -> None:
             if isinstance(value, ResponseError):
@@ -160,10 +187,19 @@ class RedisBackend(StorageBackend):
             self._record_bytes = max(len(value), 1)
             results[i] = result = await chunk_from_record(value, keys[i], allocate)
             if isinstance(result, Miss) and result.reason is not MissReason.NO_MEMORY and not _is_of_another_version(value):
-                damaged.append(_name(keys[i]))
+                suspected[i] = await asyncio.to_thread(payload_digest, value)
 
         if keys:
             await exchange(self._client, [encoded("GET", _name(key)) for key in keys], lambda: AHEAD_BYTES // self._record_bytes, take)
+        for i, digest in suspected.items():
+            again = await self._client.get(_name(keys[i]))
+            if again is None:
+                continue  # deleted by another
+            if await asyncio.to_thread(_is_damaged_again, again, digest, keys[i]):
+                damaged.append(_name(keys[i]))
+            else:
+                logger.warning("value read in two ways, left: key=%s", _name(keys[i]))
+                results[i] = Miss(MissReason.UNAVAILABLE)
         if damaged:
             await self._client.unlink(*damaged)
 
@@ -221,6 +257,10 @@ def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> tuple[redis
 
 def _name(key: ChunkKey) -> str:
     return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
+
+
+def _is_damaged_again(record: bytes, digest: bytes, key: ChunkKey) -> bool:
+    return payload_digest(record) == digest and is_damaged(record, key)
 
 
 def _is_of_another_version(record: bytes) -> bool:

@@ -19,7 +19,7 @@ from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordRea
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout, is_record, is_shard, tenant_of
-from lmcache_core.storage.disk.record_file import name_record, read_head, read_payload, write_record
+from lmcache_core.storage.disk.record_file import check_payload, name_record, opened, read_head, read_payload, write_record
 from lmcache_core.storage.remote.base import REMOTE_TIER, miss_for
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class SharedDirectory:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
         except RecordError as exc:
             memory.ref_count_down()
-            return self._refuse(found.path, found.status, exc)
+            return self._refuse(found.key, found.path, found.status, exc)
         except OSError:
             memory.ref_count_down()
             return Miss(MissReason.UNAVAILABLE)
@@ -219,15 +219,19 @@ class SharedDirectory:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 return Miss(MissReason.CORRUPT)
-            head = read_head(self._files, fd)
-            header, payload_bytes = decode_head(head, key.key)
-            if status.st_size != len(head) + payload_bytes:
-                raise RecordError(RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}")
+            head, header, payload_bytes = self._read_head(key, fd, status)
         except RecordError as exc:
-            return self._refuse(path, status, exc)
+            return self._refuse(key, path, status, exc)
         except OSError:
             return Miss(MissReason.UNAVAILABLE)
         return FoundRecord(key, path, fd, status, head, header, payload_bytes)
+
+    def _read_head(self, key: ChunkKey, fd: int, status: os.stat_result) -> tuple[bytes, RecordHeader, int]:
+        head = read_head(self._files, fd)
+        header, payload_bytes = decode_head(head, key.key)
+        if status.st_size != len(head) + payload_bytes:
+            raise RecordError(RecordReason.SHORT, f"{status.st_size} bytes, its head says {len(head) + payload_bytes}")
+        return head, header, payload_bytes
 
     def _holds(self, path: Path, chunk: Chunk) -> bool:
         """Whether a record lies there that the new one would not improve."""
@@ -241,15 +245,44 @@ class SharedDirectory:
         finally:
             self._files.close(fd)
 
-    def _refuse(self, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
-        """Remove a damaged record, if its name still is its own: not what a good one has just replaced, and not a later version's."""
+    def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
+        """Remove a damaged record, if its name still is its own: not what a good one has just replaced, and not a later version's.
+
+        It is read once more before that, and removed only if the same is wrong with it again: others share the directory, and it may be
+        this host's memory that is bad.
+        """
         is_ours = exc.reason not in (RecordReason.VERSION, RecordReason.EXTENSION)
-        if is_ours and time.time() - status.st_mtime > GROWING_S:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(now := self._files.stat(path), status) and now.st_mtime_ns == status.st_mtime_ns:
+        if not is_ours or time.time() - status.st_mtime <= GROWING_S:
+            return miss_for(exc)
+        try:
+            if self._is_still(path, status):
+                again = self._error_of(key, path)
+                if again != str(exc):
+                    logger.warning("file read in two ways, left: path=%s first=%s second=%s", path, exc, again or "whole")
+                    return Miss(MissReason.UNAVAILABLE)
+                if self._is_still(path, status):
                     self._files.unlink(path)
                     logger.warning("removed %s: %s", path, exc)
+        except _ABSENT:
+            pass  # removed by another
+        except OSError:
+            return Miss(MissReason.UNAVAILABLE)
         return miss_for(exc)
+
+    def _is_still(self, path: Path, status: os.stat_result) -> bool:
+        now = self._files.stat(path)
+        return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
+
+    def _error_of(self, key: ChunkKey, path: Path) -> str:
+        """What is wrong with a record, read as a whole into memory of its own; nothing if it is whole."""
+        with opened(self._files, path) as fd:
+            self._files.drop_cached(fd)
+            try:
+                head, header, payload_bytes = self._read_head(key, fd, os.fstat(fd))
+                check_payload(self._files, fd, len(head), header, payload_bytes)
+            except RecordError as exc:
+                return str(exc)
+        return ""
 
     def _records(self, tenant: str | None) -> Iterator[Path]:
         root = self._layout.root
