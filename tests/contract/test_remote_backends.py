@@ -117,10 +117,14 @@ class TestRedis(RemoteSuite):
     async def test_a_value_that_reads_wrong_once_stays(
         self, backend: StorageBackend, under_test: RedisUnderTest, arena: Arena, monkeypatch: pytest.MonkeyPatch, at: int
     ) -> None:
+        num_reads = 0
+
         async def flipping(client: Any, requests: Any, num_ahead: Any, on_answer: OnAnswer) -> None:
             async def flipped(i: int, answer: Any) -> None:
+                nonlocal num_reads
+                num_reads += 1
                 wrong = bytearray(answer)
-                wrong[at] ^= 1
+                wrong[at] ^= num_reads == 1
                 await on_answer(i, bytes(wrong))
 
             await exchange(client, requests, num_ahead, flipped)

@@ -191,15 +191,20 @@ class RedisBackend(StorageBackend):
 
         if keys:
             await exchange(self._client, [encoded("GET", _name(key)) for key in keys], lambda: AHEAD_BYTES // self._record_bytes, take)
-        for i, digest in suspected.items():
-            again = await self._client.get(_name(keys[i]))
-            if again is None:
-                continue  # deleted by another
-            if await asyncio.to_thread(_is_damaged_again, again, digest, keys[i]):
+        again = list(suspected)
+
+        async def judge(at: int, value: Any) -> None:
+            i = again[at]
+            if not isinstance(value, bytes):
+                return  # deleted or replaced by another
+            if await asyncio.to_thread(_is_damaged_again, value, suspected[i], keys[i]):
                 damaged.append(_name(keys[i]))
             else:
                 logger.warning("value read in two ways, left: key=%s", _name(keys[i]))
                 results[i] = Miss(MissReason.UNAVAILABLE)
+
+        if again:
+            await exchange(self._client, [encoded("GET", _name(keys[i])) for i in again], lambda: 1, judge)
         if damaged:
             await self._client.unlink(*damaged)
 
