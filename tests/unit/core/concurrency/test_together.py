@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
-from lmcache_core.concurrency import run_together
+from lmcache_core.concurrency import run_together, supervisor
 from lmcache_core.errors import UnavailableError
 
 
@@ -49,6 +50,27 @@ async def test_a_failure_is_raised_when_all_the_others_have_ended() -> None:
         with pytest.raises(UnavailableError, match="first"):
             await run_together([work.last("a"), work.fail("first"), work.last("b")])
     assert sorted(work.ended) == ["a", "b"]
+
+
+async def test_a_piece_that_ignores_its_cancellation_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
+    let_go = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await let_go.wait()
+
+    work = Work()
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError, match="first"):
+            await run_together([stubborn(), work.fail("first"), work.last("b")])
+    assert work.ended == ["b"]
+    [record] = caplog.records
+    assert "stubborn" in record.getMessage()
+    let_go.set()
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])

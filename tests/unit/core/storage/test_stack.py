@@ -362,3 +362,40 @@ async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, d
     assert await disk.batched_contains([make_key("a")]) == [True], "a peer's request must not reach the remote tier"
     assert await stack.clear(search_range=["Hot"]) == 0
     assert await disk.batched_contains([make_key("a")]) == [True]
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True], ids=["cancelled", "ignores_its_cancellation"])
+async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
+    arena: ArenaAllocator,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_stubborn: bool,
+) -> None:
+    monkeypatch.setattr("lmcache_core.storage.stack.TIER_CLOSE_S", 0.2)
+    monkeypatch.setattr("lmcache_core.concurrency.supervisor.CANCEL_WAIT_S", 0.2)
+    let_go = asyncio.Event()
+
+    class Hanging(LocalCPUBackend):
+        name = "HangingTier"
+
+        async def close(self) -> None:
+            while not let_go.is_set():
+                try:
+                    await let_go.wait()
+                except asyncio.CancelledError:
+                    if not is_stubborn:
+                        raise
+
+    hot = LocalCPUBackend(arena, create_policy())
+    stack = TierStack(hot, [Hanging(arena, create_policy()), disk])
+    await stack.open()
+    await stack.batched_put([make_chunk("a")])
+    async with asyncio.timeout(10):
+        await stack.close()
+    assert any("HangingTier" in record.getMessage() for record in caplog.records)
+    assert hot.stats()["num_chunks"] == 0
+    with pytest.raises(UnavailableError):
+        await disk.batched_put([make_chunk("b")])
+        await disk.batched_get([make_key("a")], arena.allocate)
+    let_go.set()

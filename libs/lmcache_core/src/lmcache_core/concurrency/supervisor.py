@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S: Final = 5.0
-"""How long `TaskSupervisor.close` waits for the tasks that it cancelled."""
+"""How long `cancel_and_join` waits for the tasks that it cancelled."""
 
 
 class TaskSupervisor:
@@ -61,12 +61,11 @@ class TaskSupervisor:
         try:
             if drain_s > 0:
                 await asyncio.wait(tasks, timeout=drain_s)
-        finally:
+        except BaseException:
             for task in tasks:
                 task.cancel()
-        _, left = await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
-        for name in sorted(task.get_name() for task in left):
-            logger.error("background task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S)
+            raise
+        await cancel_and_join(tasks)
 
     async def _guard(self, name: str, work: Coroutine[None, None, None]) -> None:
         try:
@@ -81,3 +80,26 @@ class TaskSupervisor:
             except Exception:
                 logger.exception("periodic task %s/%s failed, next try in %.1f s", self._name, name, interval_s)
             await asyncio.sleep(interval_s)
+
+
+async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their ends; one that has not ended `CANCEL_WAIT_S` later is logged by its name and left.
+
+    The results and failures of those that have ended can still be asked of them; a failure that nobody asks for is not reported.
+    """
+    for task in tasks:
+        task.cancel()
+    if not tasks:
+        return
+    done, left = await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+    for task in done:
+        if not task.cancelled():
+            task.exception()
+    for name in sorted(map(_name_of, left)):
+        logger.error("task ignored its cancellation, leaving it: task=%s waited_s=%g", name, CANCEL_WAIT_S)
+
+
+def _name_of(task: asyncio.Future[Any]) -> str:
+    if not isinstance(task, asyncio.Task):
+        return repr(task)
+    return f"{task.get_name()}:{getattr(task.get_coro(), '__qualname__', '')}"

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from lmcache_core.concurrency.supervisor import cancel_and_join
+
 
 async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run them at once; the first failure, or cancellation, ends all of them.
@@ -13,12 +15,11 @@ async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     How many there are, and how long they take, the caller bounds.
 
     Raises:
-        BaseException: What the first of them raised that failed. When it is raised, all of them have ended.
+        BaseException: What the first of them raised that failed. When it is raised, all of them have ended, but for those that ignore
+            their cancellation: see `cancel_and_join`.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_join(tasks)

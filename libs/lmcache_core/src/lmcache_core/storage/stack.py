@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
 """What a tier may need to give back, at the deadline, what it has; one that needs longer loses that too."""
+TIER_CLOSE_S = 30.0
+"""How long a tier may take to close: longer than any tier of ours waits for its threads and tasks."""
 DEFAULT_PENDING_SHARE = 2
 """Writes that wait for all slower tiers together may hold one part in this many of the hot tier."""
 
@@ -90,14 +93,16 @@ class TierStack:
             self._write_to(tier)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent."""
+        """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent.
+
+        A tier that has not closed after `TIER_CLOSE_S` is logged and left.
+        """
         await self._absent.close()
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
-        for tier in (*self.lower, self.hot):
-            try:
-                await tier.close()
-            except UnavailableError as exc:
-                logger.warning("the tier %s did not close well: %s", tier.name, exc)
+        try:
+            await _close_all(self.lower)
+        finally:
+            await _close_all([self.hot])
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every accepted chunk has reached (or failed to reach) the slower tiers; False when that took too long."""
@@ -293,6 +298,28 @@ class TierStack:
     def _written(self, chunk: Chunk, tier: str) -> None:
         if self._listener is not None:
             self._listener.stored(chunk.key, tier, chunk.num_bytes)
+
+
+async def _close_all(tiers: Sequence[StorageBackend]) -> None:
+    """Close tiers, all at once.
+
+    Raises:
+        Exception: One of them failed other than by being unavailable; the others are closed all the same.
+    """
+    closing = {asyncio.create_task(tier.close(), name=f"close/{tier.name}"): tier for tier in tiers}
+    if not closing:
+        return
+    try:
+        done, left = await asyncio.wait(closing, timeout=TIER_CLOSE_S)
+        for task in left:
+            logger.error("tier did not close, leaving it: tier=%s waited_s=%g", closing[task].name, TIER_CLOSE_S)
+    finally:
+        await cancel_and_join(closing.keys())
+    for task in done:
+        try:
+            task.result()
+        except UnavailableError as exc:
+            logger.warning("tier did not close well: tier=%s error=%s", closing[task].name, exc)
 
 
 def _release(results: list[Result], start: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
-from lmcache_core.concurrency.supervisor import CANCEL_WAIT_S
+from lmcache_core.concurrency.supervisor import cancel_and_join
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
@@ -198,8 +198,7 @@ class LmClient:
         self._is_closed = True
         attempt = self._attempt
         if attempt is not None:
-            attempt.cancel()
-            await asyncio.wait([attempt], timeout=CANCEL_WAIT_S)
+            await cancel_and_join([attempt])
         await self._drop_connection()
 
     async def _push(self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None) -> list[bool]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import AuthenticationError, LMCacheError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Allocate, Miss
@@ -57,7 +58,9 @@ class Call:
         self.answer = answer
         self.keys = keys
         self.allocate = allocate
-        self.items: asyncio.Queue[Arrival | Message | LMCacheError] = asyncio.Queue()
+        self.items: asyncio.Queue[Arrival | Message | LMCacheError] = asyncio.Queue(
+            len(keys) + 1  # each key is answered once, and what ends the call comes once
+        )
         self.seen: set[int] = set()
         self.abandoned = False
         self.received_before = 0
@@ -210,8 +213,7 @@ class ClientConnection:
         """Abort the connection, join the reader and fail what still waits."""
         self._stream.abort()
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await cancel_and_join([self._reader])
         await self._stream.wait_closed()
 
     async def _read_frames(self) -> None:

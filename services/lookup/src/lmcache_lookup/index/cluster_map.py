@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from lmcache_core.concurrency import cancel_and_join
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 
@@ -106,9 +107,7 @@ class ClusterMap:
                     return ranges
                 partial = ranges or partial
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_join(tasks)
         if not partial:
             raise SlotsUnknownError("no server of the cluster answers")
         return partial

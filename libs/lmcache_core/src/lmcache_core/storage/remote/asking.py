@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.remote.members import Member
@@ -48,9 +49,7 @@ async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answer
         if tasks:
             await asyncio.wait(tasks.values())
     finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await cancel_and_join(tasks.values())
     answers: dict[str, T] = {}
     failure: UnavailableError | None = None
     for name, task in tasks.items():

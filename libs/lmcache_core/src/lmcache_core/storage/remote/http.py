@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
@@ -148,9 +149,7 @@ class HttpBackend(StorageBackend):
             try:
                 stored = await asyncio.gather(*puts)
             finally:
-                for put in puts:
-                    put.cancel()
-                await asyncio.gather(*puts, return_exceptions=True)
+                await cancel_and_join(puts)
         self._figures.stored_chunks += sum(stored)
         return stored
 

@@ -10,6 +10,8 @@ import redis.asyncio as redis
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 
+from lmcache_core.concurrency import cancel_and_join
+
 MAX_AHEAD = 256
 """Requests without an answer, at most."""
 SLICE_BYTES = 1 << 20
@@ -76,8 +78,7 @@ class _Dealing:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_join([self._task])
 
 
 async def _run(connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing) -> None:
