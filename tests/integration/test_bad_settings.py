@@ -41,6 +41,7 @@ TIERS = (
     "disk_path: /x", "disk_gb: 1", "disk_gb: -1", "disk_gb: 4Gi", "eviction_policy: random", "chunk_ttl_s: 0", "tenant: ../x",
     "tenant_quota_gb: 0", "tenant_quotas: {'../x': {memory_gb: 1}}", "tenant_quotas: {a: {memory: 1}}", "tenant_quotas: 7",
     "tls_client_key_file: /x", "tier_timeout_s: 0", "drain_timeout_s: -1", "lm_port: x", "lm_host: 0.0.0.0",
+    "port: 18999\nlm_port: 18999", "lookup_url: localhost:8081",
 )  # fmt: skip
 OWN = {
     "lookup": (*REDIS, "workers: 0", "workers: 2", "redis_timeout_ms: 0", "min_ttl_ms: 99999999", "max_chunks: 0", "sweep_interval_s: 0"),
@@ -55,7 +56,7 @@ OWN = {
     ),
     "sidecar": (
         *TIERS, "arena_gb: 0", "arena_mode: 660", "arena_mode: '0999'", "arena_huge_pages: on", "remote_serde: zip",
-        "remote_serde: lossless",
+        "remote_serde: lossless", "remote_url: s3://b",
         "disk_serde: lossless", "verify_hot: perhaps", "lookup_url: http://h:1", "distributed_url: http://h", "distributed_url: 'lm://h:x'",
         "service_token_file: /nowhere/token", "accept_handover: 7", "salt_file: /nowhere/salt", "salt_file: /dev/null",
         "ticket_keys_file: /nowhere/keys", "ticket_keys_file: /dev/null", "tls_client_cert_file: /nowhere/c", "tls_ca_file: /dev/null",

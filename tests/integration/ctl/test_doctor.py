@@ -115,6 +115,22 @@ def test_settings_files_are_read_as_their_services_do(cluster: SmallCluster, tmp
     assert "write KIND=FILE" in Ctl().text("doctor", "--check-config", "sidecars=x", code=2)
 
 
+def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
+    """The doctor's sentence is the service's own."""
+    mistakes = {
+        "ports": ({"port": 18999, "lm_port": 18999}, "lm_port=18999 is the value of port too"),
+        "lookup": ({"lookup_url": "localhost:8081"}, "lookup_url='localhost:8081' (lookup.yaml): its URL: it needs the form"),
+        "remote": ({"remote_url": "s3://b"}, "remote_url='s3://b' (remote.yaml): remote url 's3://b': its scheme must be one of lm,"),
+    }
+    files = {name: write(tmp_path / f"{name}.yaml", **settings) for name, (settings, _) in mistakes.items()}
+    found = Ctl().json("doctor", *(f"--check-config=sidecar={file}" for file in files.values()), code=1)
+    told = {Path(where.split()[1]).stem: (level, what) for level, where, what in wrong(found, "configuration")}
+    for name, (_, expected) in mistakes.items():
+        level, what = told[name]
+        assert level == "error"
+        assert what.startswith(expected), what
+
+
 def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)

@@ -22,7 +22,7 @@ MAX_TTL_S = 10 * 365 * 86400
 
 def _check_service_url(value: str) -> str:
     try:
-        check_base_url("its URL", value)
+        check_base_url("its", value)
     except ConfigError as exc:
         raise ValueError(str(exc)) from None
     return value
