@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,15 @@ def test_requests_without_answers_are_bounded_and_nothing_waits_for_them(tmp_pat
         eventually(is_said, "tickets that could not be given back at once are forgotten")
 
 
+def test_a_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, _):
+        sidecar.script = lambda request: None  # it reads, and answers HELLO alone
+        eventually(lambda: store.unstage(["t"]) or len(sidecar.requests) > MAX_UNANSWERED, "it does not read")
+        for connection in list(sidecar._connections):
+            connection.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: store.unstage(["t"]) or sidecar.num_connections > 1, "a connection that has ended is used for ever")
+
+
 def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
     pieces = m.encode(m.StageOk(*GOOD))
     with held(tmp_path) as (store, sidecar, _):
@@ -171,3 +181,23 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     pace.close()
     pace.took(1.0)
     assert len(probes) == 2
+
+
+def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:
+    """The probe waits for the same answer as the caller, whose patience ends first."""
+    is_probing, may_answer = threading.Event(), threading.Event()
+
+    def probe() -> float:
+        is_probing.set()
+        may_answer.wait(PATIENCE_S)
+        return 0.0
+
+    pace = Pace(probe)
+    pace.took(2 * QUICK_S)
+    assert is_probing.wait(PATIENCE_S)
+    begin = time.monotonic()
+    pace.wasted(0.02)
+    may_answer.set()
+    eventually(lambda: pace.is_worth(0.0), "it rests for ever")
+    assert time.monotonic() - begin >= 0.4
+    pace.close()

@@ -65,7 +65,7 @@ class SidecarConnection:
     """A connection that has said HELLO. Thread-safe; requests of several threads take turns. Of no use in a forked child.
 
     The sidecar answers in the order of the requests. So a request may be sent without waiting
-    (`send`); whoever reads next reads the answers before its own, too.
+    (`send`); the next call reads its answer before its own.
 
     Reservations and pins belong to it: when its socket closes, the sidecar takes them back and gives the memory to others. So the
     socket of a connection that is given up stays until nothing is held through it any more (`hold`, `let_go`). So does its share in the
@@ -189,8 +189,7 @@ class SidecarConnection:
             try:
                 self._read_until(question, deadline)
             except OSError as exc:
-                self.close()
-                raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+                raise self._broken(exc) from exc
             assert question.answer is not None
             return question.answer
 
@@ -216,9 +215,6 @@ class SidecarConnection:
                 self._read_until(question, deadline)
         except (TimeoutError, BlockingIOError):
             pass
-        except OSError as exc:
-            self.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
         except UnavailableError:
             if question.answer is None and not self.is_open:
                 raise
@@ -266,7 +262,8 @@ class SidecarConnection:
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
         connection = self._usable_socket()
         if len(self._unanswered) >= MAX_UNANSWERED:
-            with contextlib.suppress(OSError):  # answers that are there already and were not fetched
+            # Read answers that have arrived and were not fetched.
+            with contextlib.suppress(TimeoutError, BlockingIOError):
                 self._read_until(self._unanswered[-1], 0.0)
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
@@ -297,14 +294,14 @@ class SidecarConnection:
         except (TimeoutError, BlockingIOError):
             raise
         except OSError as exc:
-            self.close()
-            raise UnavailableError(f"sidecar at {self._path}: {exc}") from exc
+            raise self._broken(exc) from exc
 
     def _read_until(self, question: Question[A], deadline: float) -> None:
         """Read answers up to that one.
 
         Raises:
-            OSError: It did not arrive in time (`TimeoutError`, `BlockingIOError`), or the connection is broken.
+            OSError: It did not arrive in time (`TimeoutError`, `BlockingIOError`).
+            UnavailableError: The connection is broken.
         """
         while question.answer is None:
             connection = self._usable_socket()
@@ -314,6 +311,10 @@ class SidecarConnection:
             except ProtocolError as exc:
                 self.close()
                 raise _NotAMessage(str(exc)) from exc
+            except (TimeoutError, BlockingIOError):
+                raise
+            except OSError as exc:
+                raise self._broken(exc) from exc
             try:
                 self._accept(self._unanswered.popleft(), answer)
             except ProtocolError:
@@ -347,6 +348,10 @@ class SidecarConnection:
             kind = VersionError if answer.code == "version" else ProtocolError
             raise kind(f"the sidecar refused {question.name}: {answer.code}: {answer.message}")
         raise ProtocolError(f"the sidecar answered {question.name} with {type(answer).__name__}")
+
+    def _broken(self, cause: OSError) -> UnavailableError:
+        self.close()
+        return UnavailableError(f"sidecar at {self._path}: {cause}")
 
     def _usable_socket(self) -> socket.socket:
         connection = self._socket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 QUICK_S = 0.003
@@ -28,6 +29,7 @@ class Pace:
     def __init__(self, probe: Callable[[], float | None]) -> None:
         self._probe = probe
         self._took_s = 0.0
+        self._rests_until = 0.0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -55,8 +57,9 @@ class Pace:
         self._took_s = seconds
         if seconds > QUICK_S:
             with self._lock:
+                self._rests_until = max(self._rests_until, time.monotonic() + rest_s)
                 if not self._closing.is_set() and (self._thread is None or not self._thread.is_alive()):
-                    self._thread = threading.Thread(target=self._run, args=(rest_s,), name="lmcache-sidecar-pace", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name="lmcache-sidecar-pace", daemon=True)
                     self._thread.start()
 
     def wasted(self, seconds: float) -> None:
@@ -71,14 +74,18 @@ class Pace:
         if thread is not None:
             thread.join(MAX_REST_S)
 
-    def _run(self, rest_s: float) -> None:
-        while not self._closing.wait(rest_s):
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._closing.wait(max(wait_s, self._rests_until - time.monotonic())):
             took_s = self._probe()
             with self._lock:
-                if took_s is None or took_s <= QUICK_S:
+                # A rest may have begun while the probe was under way.
+                has_rested = time.monotonic() >= self._rests_until
+                if took_s is None or (took_s <= QUICK_S and has_rested):
                     # Without a connection nothing is known: the next one is measured when it is made.
                     self._took_s = 0.0
                     self._thread = None
                     return
-            self._took_s = took_s
-            rest_s = PROBE_S
+            if took_s > QUICK_S:
+                self._took_s = took_s
+            wait_s = PROBE_S
