@@ -124,7 +124,7 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
     }
     files = {name: write(tmp_path / f"{name}.yaml", **settings) for name, (settings, _) in mistakes.items()}
     found = Ctl().json("doctor", *(f"--check-config=sidecar={file}" for file in files.values()), code=1)
-    told = {Path(where.split()[1]).stem: (level, what) for level, where, what in wrong(found, "configuration")}
+    told = {Path(where.split()[1]).stem: (level, what.replace(f"{tmp_path}/", "")) for level, where, what in wrong(found, "configuration")}
     for name, (_, expected) in mistakes.items():
         level, what = told[name]
         assert level == "error"
