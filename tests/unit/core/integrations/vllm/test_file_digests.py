@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +146,29 @@ def test_a_file_that_changes_meanwhile_is_refused(files: list[Path], monkeypatch
     monkeypatch.setattr(module, "_digest", change)
     with pytest.raises(LayoutError, match="changes while it is read"):
         file_digests(files)
+
+
+def test_long_work_tells_how_far_it_is(files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(module, "LOCK_POLL_S", 0.01)
+    digest, may_read = module._digest, threading.Event()
+
+    def held(path: Path, begin: int) -> bytes:
+        assert may_read.wait(10)
+        return digest(path, begin)
+
+    monkeypatch.setattr(module, "_digest", held)
+    threads = [threading.Thread(target=file_digests, args=(files,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while "waiting for another process" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    may_read.set()
+    for thread in threads:
+        thread.join()
+    told = [record for record in caplog.records if record.msg.startswith("reading the weights: gb=")]
+    assert len(told) == 5, "one for each segment"
+    assert told[-1].args == (3300 / 1e9, 3300 / 1e9)

@@ -32,6 +32,8 @@ SETTLED_S = 2.0
 MAX_LOCK_WAIT_S = 900.0
 """Longest wait for another process that is reading the same files."""
 LOCK_POLL_S = 0.1
+PROGRESS_S = 10.0
+"""Between two lines of the log: hundreds of gigabytes on a network volume take minutes."""
 
 _Stat = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last change of content and of inode."""
@@ -79,9 +81,14 @@ def _read(paths: Sequence[Path]) -> list[str]:
     pieces = [(i, at) for i, stat in enumerate(before) for at in range(0, stat[2], SEGMENT_BYTES)]
     whole = [hashlib.sha256(stat[2].to_bytes(8, "little")) for stat in before]
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces) or 1)
+    num_bytes, num_read, told_at = sum(stat[2] for stat in before), 0, time.monotonic()
     with ThreadPoolExecutor(num_threads, "lmcache-weights") as threads:
-        for (i, _), digest in zip(pieces, threads.map(lambda piece: _digest(paths[piece[0]], piece[1]), pieces), strict=True):
+        for (i, at), digest in zip(pieces, threads.map(lambda piece: _digest(paths[piece[0]], piece[1]), pieces), strict=True):
             whole[i].update(digest)
+            num_read += min(SEGMENT_BYTES, before[i][2] - at)
+            if time.monotonic() - told_at >= PROGRESS_S:
+                told_at = time.monotonic()
+                logger.info("reading the weights: gb=%.1f of_gb=%.1f", num_read / 1e9, num_bytes / 1e9)
     for path, stat in zip(paths, before, strict=True):
         if _stat(path) != stat:
             raise LayoutError(f"{path} changes while it is read: start vLLM when the model is complete")
@@ -125,19 +132,22 @@ def _cache_directory() -> Path | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that one process reads and the others wait; without it where it cannot be had."""
+    """Hold a lock, so that one process reads and the others wait; none where locking fails."""
     try:
         file = path.open("ab")
     except OSError:
         yield
         return
     with file:
-        deadline = time.monotonic() + MAX_LOCK_WAIT_S
-        while time.monotonic() < deadline:
+        begin = told_at = time.monotonic()
+        while (now := time.monotonic()) < begin + MAX_LOCK_WAIT_S:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if now - told_at >= PROGRESS_S:
+                    told_at = now
+                    logger.info("waiting for another process that reads the same weights: seconds=%.0f lock=%s", now - begin, path)
                 time.sleep(LOCK_POLL_S)
             except OSError:  # a file system without locks
                 break
