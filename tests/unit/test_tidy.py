@@ -24,8 +24,9 @@ BROAD_EXCEPT_PLACES = {
     "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",  # the task supervisor
     "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
 }
-# Who may read the environment: settings and the engine's config.
-ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config/sources\.py)$")
+# Who may read the environment: settings, the engine's config, and what names KV by variables of
+# vLLM's own, or remembers digests in the user's cache directory.
+ENVIRONMENT_PLACES = re.compile(r"(/settings\.py|/lmcache_core/config/sources\.py|/integrations/vllm/(identity|file_digests)\.py)$")
 # Constructors whose parameters the documented API fixes.
 DOCUMENTED_PARAMETERS = {"blend", "__init__", "from_defaults", "from_legacy"}
 

@@ -112,7 +112,7 @@ async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(tmp_path
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"disk_path": "/x"}, "go together"),
+        ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),
         ({"lookup_url": "http://localhost:1"}, "go together"),
         ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
         ({"lm_host": "10.0.0.1", "ticket_keys_file": "/k"}, "lm_host='10.0.0.1'.*allow_plaintext=true"),

@@ -156,8 +156,17 @@ def is_loopback(host: str) -> bool:
 
 def _overlap(host: str, other: str) -> bool:
     """Whether two listeners of one port cannot be at these hosts."""
-    wild = ("", "0.0.0.0", "::")  # noqa: S104 (compared, not listened on)
-    return host == other or host in wild or other in wild or (is_loopback(host) and is_loopback(other) and "localhost" in (host, other))
+    if host == other or _is_unspecified(host) or _is_unspecified(other):
+        return True
+    return is_loopback(host) and is_loopback(other) and "localhost" in (host, other)
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether a listener at `host` takes every address of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
 
 
 def load_settings(settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None) -> S:

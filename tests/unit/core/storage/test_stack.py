@@ -396,6 +396,5 @@ async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     assert any("HangingTier" in record.getMessage() for record in caplog.records)
     assert hot.stats()["num_chunks"] == 0
     with pytest.raises(UnavailableError):
-        await disk.batched_put([make_chunk("b")])
         await disk.batched_get([make_key("a")], arena.allocate)
     let_go.set()
