@@ -35,6 +35,27 @@ async def block(seconds: float) -> int:
     return 7
 
 
+def test_a_loop_that_does_not_stop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    made = LoopThread("stubborn-loop")
+    made.open()
+    gate, has_begun = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        has_begun.set()
+        gate.wait(10)
+
+    made.submit(hold())
+    assert has_begun.wait(10)
+    left, thread = made._loop, made._thread
+    assert left is not None
+    assert thread is not None
+    made.close(0.1)
+    gate.set()
+    thread.join(10)
+    left.close()
+    assert "stubborn-loop" in caplog.text
+
+
 def test_results_and_failures_reach_the_caller(loop: LoopThread) -> None:
     assert loop.run(give(3), 5.0) == 3
     with pytest.raises(ConfigError, match="wrong"):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from lmcache_core.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -92,7 +95,9 @@ class LoopThread:
             return
         loop.call_soon_threadsafe(_stop, loop)
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            logger.error("event loop did not stop, leaving it: thread=%s waited_s=%g", self._name, timeout_s)
+        else:
             loop.close()
 
     def _schedule(self, callback: Callable[[], object], *works: Coroutine[Any, Any, Any]) -> None:

@@ -91,6 +91,8 @@ class _Tracing:
         closing = threading.Thread(target=self._provider.shutdown, name="lmcache-traces-close", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
+        if closing.is_alive():
+            logger.warning("collector did not take the last spans, leaving them: waited_s=%g", CLOSE_TIMEOUT_S)
 
 
 class _Span:

@@ -72,6 +72,20 @@ def test_loads_are_done_one_after_the_other(made: Callable[..., LoadThread]) -> 
     assert thread.take_results() == []
 
 
+def test_a_load_that_does_not_end_is_said_to_be_left(
+    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "JOIN_S", 0.1)
+    gate = Gate()
+    thread = made(gate)
+    thread.submit(load_of("a"))
+    assert gate.has_begun.wait(PATIENCE_S)
+    thread.close()
+    gate.is_open.set()
+    assert "load did not end" in caplog.text
+    thread._thread.join(PATIENCE_S)
+
+
 def test_too_many_are_refused(made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
     gate = Gate()

@@ -65,6 +65,8 @@ class LoadThread:
             with contextlib.suppress(queue.Full):  # then the thread has something to wake up for
                 self._waiting.put_nowait(None)
             self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                logger.error("load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S)
 
     def submit(self, load: Load) -> None:
         """Have a load done; beyond `MAX_WAITING_LOADS` it is refused."""
