@@ -37,7 +37,7 @@ def allocator() -> Iterator[HostMemoryAllocator]:
 
 
 def build(allocator: HostMemoryAllocator, **options: object) -> LMCacheEngine:
-    config, metadata = make_config(tier_timeout_s=TIMEOUT_S, **options), make_metadata()
+    config, metadata = make_config(**{"tier_timeout_s": TIMEOUT_S} | options), make_metadata()
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
     return LMCacheEngine(config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector)
 
@@ -135,6 +135,21 @@ def test_prefetches_are_bounded(allocator: HostMemoryAllocator, tmp_path: Path, 
     engine.close()
 
 
+def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_a_tiers_deadline(allocator: HostMemoryAllocator, tmp_path: Path) -> None:
+    engine = build(allocator, **disk_options(tmp_path) | {"tier_timeout_s": 8.0})
+    engine.open()
+    gate = threading.Event()
+    engine._store._loop.submit(_hold(gate))  # type: ignore[attr-defined]
+    begin = time.monotonic()
+    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+    lasted_s = time.monotonic() - begin
+    assert lasted_s < HOLD_S - 1
+    gate.set()
+    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+    assert engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+    engine.close()
+
+
 def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line(
     allocator: HostMemoryAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,8 +179,11 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
 
 
+HOLD_S = 5.0
+
+
 async def _hold(gate: threading.Event) -> None:
-    gate.wait(5.0)
+    gate.wait(HOLD_S)
 
 
 def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> None:

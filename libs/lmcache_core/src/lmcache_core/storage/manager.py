@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -28,6 +27,10 @@ OPEN_TIMEOUT_S = 10.0
 CODECS_OPEN_TIMEOUT_S = 180.0
 """Instead, where a serde has machine code: what was not compiled at install is compiled then."""
 MARGIN_S = 0.5
+PUT_SHARE = 8
+"""A put, which waits for no tier, may take this part of a tier's deadline: an engine's step waits for it."""
+PUT_CHUNK_S = 0.001
+"""And for each chunk so much."""
 MAX_PREFETCHES = 64
 
 T = TypeVar("T")
@@ -89,8 +92,10 @@ class StorageManager:
         if staging is not None:
             staging.close()
         if stack is not None:
-            with contextlib.suppress(UnavailableError):
+            try:
                 self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
+            except UnavailableError as exc:
+                logger.warning("tiers did not close, leaving them: tiers=%s error=%s", ",".join(tier.name for tier in self._lower), exc)
             self._loop.close()
             self._lower = create_lower_tiers(self._config, self._counters, self._around)  # a tier is opened once, an engine perhaps again
             self._hot.clear_now()  # if the tiers did not close in time, and what was put or lifted meanwhile
@@ -162,7 +167,8 @@ class StorageManager:
             if self._stack is None:
                 self._hot.clear_now()  # closed in this moment
             return kept_hot
-        kept = None if stack is None else self._wait(stack.batched_put(chunks), self._timeout_s)
+        limit_s = self._timeout_s / PUT_SHARE + PUT_CHUNK_S * len(chunks)
+        kept = None if stack is None else self._wait(stack.batched_put(chunks), limit_s, margin_s=0.0)
         return [False] * len(chunks) if kept is None else kept
 
     def get(self, keys: Sequence[CacheEngineKey], recompute_s: float | None = None, check_later: bool = False) -> list[Chunk]:
@@ -205,10 +211,12 @@ class StorageManager:
         stack = self._stack
         return {} if stack is None else stack.stats()
 
-    def _wait(self, work: Coroutine[Any, Any, T], limit_s: float, discard: Callable[[T], None] | None = None) -> T | None:
-        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time."""
+    def _wait(
+        self, work: Coroutine[Any, Any, T], limit_s: float, discard: Callable[[T], None] | None = None, margin_s: float = MARGIN_S
+    ) -> T | None:
+        """What `work`, which has `limit_s` seconds, gives, or None when it gave nothing in time and in the margin."""
         try:
-            return self._loop.run(work, limit_s + MARGIN_S, discard)
+            return self._loop.run(work, limit_s + margin_s, discard)
         except UnavailableError as exc:
             logger.warning("the tiers gave no answer: %s", exc)
             return None
