@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
-import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,6 @@ CONFIG_NAME: Final = "CONFIG"
 
 _CONSEQUENCE: Final = "default_factory_not_called"
 """What pydantic says of a default that follows from other options, when one of those is wrong: that one is reported."""
-_CREDENTIALS = re.compile(r"://[^/'\"]*@")
 
 
 class ServiceSettings(BaseSettings):
@@ -243,8 +241,9 @@ def _refuse_unknown(settings_cls: type[ServiceSettings], values: Mapping[str, An
 
 
 def _without_credentials(text: str) -> str:
-    """That text; what may be a password in a URL is masked."""
-    return _CREDENTIALS.sub(f"://{MASK}@", text)
+    """That text; what may be a password in a URL is masked, also one with a slash in it."""
+    before, _, after = text.partition("://")
+    return f"{before}://{MASK}@{after.rpartition('@')[2]}" if "@" in after else text
 
 
 def _nearest(name: str, known: list[str]) -> str:
