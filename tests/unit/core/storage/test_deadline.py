@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
@@ -28,6 +29,7 @@ class Slow(StorageBackend):
 
     def __init__(self) -> None:
         self.wait_s = 10.0
+        self.is_away = False
 
     async def open(self) -> None: ...
 
@@ -64,6 +66,8 @@ class Slow(StorageBackend):
 
     async def _wait(self) -> None:
         await asyncio.sleep(self.wait_s)
+        if self.is_away:
+            raise UnavailableError("away")
 
 
 class Clock:
@@ -158,6 +162,29 @@ async def test_one_put_that_does_not_end_is_enough_and_only_a_put_ends_it(inner:
     clock.now = 2.2
     assert await backend.batched_put([make_chunk(1)]) == [False], "after twice the time"
     clock.now = 3.3
+    assert await backend.batched_put([make_chunk(1)]) == [True]
+    assert not backend.is_open
+
+
+@pytest.mark.parametrize("how", ["cancelled", "unavailable", "bypassed"])
+async def test_a_probe_of_writes_that_tells_nothing_is_followed_by_another(inner: Slow, how: str) -> None:
+    """Or writes would be bypassed for good."""
+    clock = Clock()
+    backend = BreakerBackend(inner, clock, BreakerOptions(num_failures=2, cool_down_s=1.0, timeout_s=0.05))
+    assert await backend.batched_put([make_chunk(1)]) == [False]
+    clock.now = 5.0
+    if how == "cancelled":
+        probe = asyncio.create_task(backend.batched_put([make_chunk(1)]))
+        await asyncio.sleep(0)
+        probe.cancel()
+        await asyncio.wait([probe])
+    else:
+        inner.wait_s, inner.is_away = 0, True
+        if how == "bypassed":
+            await backend.batched_remove(KEYS)  # the second failure in a row: now nothing passes
+        assert await backend.batched_put([make_chunk(1)]) == [False]
+    inner.wait_s, inner.is_away = 0, False
+    clock.now = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [True]
     assert not backend.is_open
 
