@@ -114,7 +114,7 @@ class InstanceReporter:
         self._supervisor.repeat("report", self._report, interval_s=_RESTART_S)
 
     def announce_again(self) -> None:
-        """Begin anew with everything that is held: more than can be told one by one."""
+        """Announce all that is held in a new incarnation: it is more than can be told one by one."""
         self._outbox.lose()
         self._wake.set()
 

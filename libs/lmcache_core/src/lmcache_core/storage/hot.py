@@ -26,7 +26,7 @@ MAX_VICTIMS_PER_ALLOCATION = 1024
 RECEIVING_SHARE = 2
 """What is on its way in for one tenant may hold one part in this many of the memory."""
 KEPT_SHARE = 4
-"""One part in this many is not lent to what is on its way in, whoever sends it."""
+"""One part in this many is not lent to what is on its way in, of any tenant."""
 REMOVED_AT_ONCE = 1024
 """Chunks that a removal on an event loop takes before others have their turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
@@ -118,11 +118,11 @@ class LocalCPUBackend(StorageBackend):
         """Memory for a payload that a tenant has announced; one reference owned by the caller.
 
         The bytes may never come. Until they are a chunk, the memory counts against the tenant: against
-        its quota, for which it gives up its own chunks and nobody else's, and against a part of the tier.
+        its quota, for which it gives up its own chunks and no others, and against a part of the tier.
 
         Args:
             num_bytes: As announced.
-            tenant: Who will store it.
+            tenant: The tenant that will store it.
 
         Returns:
             None when there is no room, or no more for that tenant; nothing was then given up for it by others.
@@ -156,7 +156,7 @@ class LocalCPUBackend(StorageBackend):
             num_bytes: What it asks for.
             own: What it has been lent.
             of_all: What all have been lent.
-            tenant: Who.
+            tenant: The tenant that asks.
         """
         capacity = self._memory.capacity_bytes
         if self._table.could_never_hold(tenant, own + num_bytes):

@@ -133,7 +133,7 @@ class FrameListener:
         self._served.clear()
         self._strangers.clear()
         self._leaving.clear()
-        # No `Server.wait_closed`: from Python 3.12 on it waits also for TLS handshakes that nobody ends.
+        # No `Server.wait_closed`: from Python 3.12 on it also waits for TLS handshakes that never end.
         self._server = None
 
     def _accept(self, stream: FrameStream) -> None:

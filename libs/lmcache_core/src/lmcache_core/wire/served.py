@@ -24,7 +24,7 @@ class ServedStore(Protocol):
 
         Args:
             num_bytes: As announced; perhaps more than ever comes.
-            tenant: Who will store it, and whom the memory counts against.
+            tenant: The tenant that will store it; the memory counts against it.
         """
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

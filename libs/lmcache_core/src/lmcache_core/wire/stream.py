@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import cast
 
 from lmcache_core.errors import UnavailableError
@@ -93,11 +93,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self._consume(num_staged)
         await self._receive(num_bytes - num_staged, None)
 
-    @asynccontextmanager
-    async def paced(self, transfer_s: Callable[[int], float]) -> AsyncIterator[None]:
+    def paced(self, transfer_s: Callable[[int], float]) -> AbstractAsyncContextManager[None]:
         """Bound the time of reads by what has come, not by what was announced: see `paced`."""
-        async with paced(transfer_s, lambda: self.num_received):
-            yield
+        return paced(transfer_s, lambda: self.num_received)
 
     def forget_target(self) -> None:
         """Let the long read that is under way drop its bytes: its memory is not touched from here on."""

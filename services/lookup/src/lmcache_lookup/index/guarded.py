@@ -119,7 +119,7 @@ class GuardedIndex(LookupIndex):
             raise UnavailableError(f"the {self.name} index is away; next try in {self._backoff.wait_s:.1f} s")
 
     async def _note_refusals(self, kind: str, call: Awaitable[T]) -> T:
-        """Remember a refused write until one of its kind is taken, or nobody has tried again for a minute."""
+        """Remember a refused write until one of its kind is taken, or none has been tried for a minute."""
         try:
             result = await self._watch(call)
         except RefusedError as exc:
