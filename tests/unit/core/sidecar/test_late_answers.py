@@ -115,6 +115,18 @@ def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> 
         assert asked(sidecar)[1:] == ["Stage", "Unstage"] * 3
 
 
+def test_a_ticket_that_was_given_back_to_a_late_sidecar_is_told_before_it_is_asked_for_again(tmp_path: Path) -> None:
+    """Nothing is sent to give it back while the sidecar is late; the order counts all the same."""
+    with held(tmp_path) as (store, sidecar, go):
+        assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) and not store.is_worth(0.0), "it is not late")
+        store.unstage(["t"])
+        assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())
+        go.set()
+        eventually(lambda: store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == GOOD, "the answer is lost")
+        assert asked(sidecar) == ["Hello", "Stage", "Unstage", "Stage"]
+
+
 def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", [chain_of(range(2))], wait_s=0.0, saving_s=MUCH_S) == Staged(False, ())

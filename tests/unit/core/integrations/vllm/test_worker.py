@@ -181,6 +181,15 @@ def test_registering_leaves_vllms_memory_as_it_was(rank: Callable[..., Rank]) ->
     assert all((tensor == POISON).all() for tensor in rank().memory.by_name.values())
 
 
+def test_a_step_is_reported_once_by_its_number(rank: Callable[..., Rank]) -> None:
+    """Without it the scheduler never learns how fast the engine computes."""
+    one = rank()
+    *_, report = one.run(StepPlan(step=7))
+    assert report.step == 7
+    *_, report = one.run(StepPlan())
+    assert report is None
+
+
 def test_a_chunk_that_is_there_is_not_stored_again(rank: Callable[..., Rank]) -> None:
     here = rank()
     here.fill(BLOCKS)
