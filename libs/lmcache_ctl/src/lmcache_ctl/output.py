@@ -96,7 +96,7 @@ def confirm(question: str) -> None:
     """Ask on standard error before something that cannot be undone.
 
     Raises:
-        CtlError: The answer is not yes, or there is nobody to answer.
+        CtlError: The answer is not yes, or there is no answer.
     """
     try:
         typer.confirm(question, abort=True, err=True)
@@ -124,7 +124,7 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Return a table that fits into `width`, as far as that can be had by leaving out spare columns; else it is wider."""
+    """Return a table that fits into `width` if leaving out spare columns is enough, else a wider one."""
     num_columns = len(columns.headings)
     widths = [max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0) for number, heading in enumerate(columns.headings)]
     if columns.prose:  # it is wrapped between words

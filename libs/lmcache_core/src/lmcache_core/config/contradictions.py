@@ -162,7 +162,8 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
     Raises:
         ConfigError: They do; the text names the options, their values and the fix, and no secret.
     """
-    if config.sidecar_socket is not None:  # first: what is missing beside an option is of no use where that is refused itself
+    if config.sidecar_socket is not None:
+        # First: asking for the companion of an option that is then refused would mislead.
         _refuse_beside_sidecar(config, options)
     for contradiction in CONTRADICTIONS:
         if contradiction.holds(config):

@@ -146,7 +146,7 @@ class PodWays:
             try:
                 found = self._cluster.call(f"secret {secret}", self._cluster.core.read_namespaced_secret, secret, self._cluster.namespace)
                 text = base64.b64decode((found.data or {}).get(OPERATOR_KEY, "")).decode("ascii").strip()
-            except (CtlError, ValueError):  # health is told without it; whoever asks for more hears how to give one
+            except (CtlError, ValueError):  # health needs no token; for more, `token_hint` says how to give one
                 text = ""
             self._tokens[secret] = text or None
         return self._tokens[secret]

@@ -37,7 +37,7 @@ def _parts(found: Moment, width: int) -> Iterator[RenderableType]:
 
     yield line(f"{len(found.services)} services, over {found.seconds:.1f} s")
     if found.problem:
-        yield line(f"services were not looked for anew: {found.problem}", BAD)
+        yield line(f"looking for services failed: {found.problem}", BAD)
     yield _services(found.services, width)
     if found.links:
         yield _links(found.links, width)

@@ -17,7 +17,7 @@ class Patch:
     that a recursive copy would fail.
 
     Args:
-        document: What is to be changed; it stays as it is.
+        document: What is to be changed; it is not modified.
 
     Attributes:
         operations: So far, in order.
