@@ -68,8 +68,8 @@ def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(blocks)[places // 4], places % 4
 
 
-def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_local: int = 0) -> StepPlan:
-    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),), num_local),))
+def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0, num_unsure: int = 0) -> StepPlan:
+    return StepPlan(stores=(Store("r", (run_of(blocks, group, first),), num_unsure),))
 
 
 def loading(blocks: tuple[int, ...], begin: int, end: int, is_async: bool = False, group: int = 0, first: int = 0) -> StepPlan:
@@ -194,7 +194,7 @@ def test_a_chunk_that_is_there_is_not_stored_again(rank: Callable[..., Rank]) ->
     here = rank()
     here.fill(BLOCKS)
     here.run(storing(BLOCKS[:4]))
-    here.run(storing(num_local=19))
+    here.run(storing(num_unsure=19))
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
 
 
@@ -381,7 +381,7 @@ def test_what_a_store_raises_ends_here(rank: Callable[..., Rank], method: str) -
     stores[0].is_armed = True
     bad = here.run(loading(OTHER_BLOCKS[:2], 0, 8))[2]
     assert bad == (set(OTHER_BLOCKS[:2]) if method == "get" else set())
-    here.run(storing(BLOCKS[:4], num_local=8))
+    here.run(storing(BLOCKS[:4], num_unsure=8))
     assert here.counters.value(FAILED_CALLS_TOTAL) == stores[0].num_raised == 1
     stores[0].is_armed = False
     here.run(storing(BLOCKS[:4]))

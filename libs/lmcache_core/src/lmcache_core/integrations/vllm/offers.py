@@ -26,10 +26,13 @@ class Offer:
     Attributes:
         num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and stay there.
         origins: Where each of them was found, by the values of `StagedFrom`.
+        is_complete: The chunks behind them were not stored when the store answered. False when it
+            did not answer, or when a window shortened the offer.
     """
 
     num_chunks: int
     origins: bytes = b""
+    is_complete: bool = False
 
 
 class Offers:
@@ -101,7 +104,8 @@ class Offers:
         if not staged.tiers:
             return None, False
         num_chunks = min(_num_leading(tiers) for tiers in staged.tiers)
-        return Offer(num_chunks, bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]), staged.is_ready
+        origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
+        return Offer(num_chunks, origins, is_complete=staged.is_ready), staged.is_ready
 
     def _shortened_to_windows(self, stage: Stage, ticket: str, packed: bytes, bound: Offer, num_tokens: int) -> tuple[Offer | None, bool]:
         """The longest prefix whose windows are there too: a windowed group needs only the chunks that the next token looks at."""
@@ -117,13 +121,15 @@ class Offers:
                 return Offer(0), True
             missing = [first + tiers.find(StagedFrom.NOWHERE) for first, tiers in zip(firsts, staged.tiers, strict=False) if 0 in tiers]
             if staged.tiers and not missing:
-                return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks), True
+                is_complete = bound.is_complete and num_chunks == bound.num_chunks
+                return Offer(num_chunks, origins or bytes([StagedFrom.HOT]) * num_chunks, is_complete), True
             if not staged.is_ready:
-                self._bounds[ticket] = packed, Offer(num_chunks, origins)
+                is_complete = bound.is_complete and num_chunks == bound.num_chunks
+                self._bounds[ticket] = packed, Offer(num_chunks, origins, is_complete)
                 return (Offer(0) if staged.tiers else None), False
             num_chunks = min(missing)  # every longer prefix up to this one has that chunk in its window, too
             origins = origins[:num_chunks]
-        return Offer(0), True
+        return Offer(0, is_complete=bound.is_complete and bound.num_chunks == 0), True
 
     def _chain(self, group: CacheGroup, packed: bytes) -> ChunkChain:
         return ChunkChain(FMT, self._model_name, self._num_ranks, group.name, packed)

@@ -61,12 +61,12 @@ class Store:
     Attributes:
         request_id: Whose.
         runs: The chunks.
-        num_local: How many of its tokens vLLM had before: chunks of these may be stored already.
+        num_unsure: How many of its tokens, from the first, belong to chunks that may be stored already.
     """
 
     request_id: str
     runs: tuple[ChunkRun, ...]
-    num_local: int = 0
+    num_unsure: int = 0
 
 
 @dataclass(frozen=True)

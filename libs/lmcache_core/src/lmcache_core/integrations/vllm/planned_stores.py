@@ -141,7 +141,7 @@ class StorePlanner:
             runs = state.complete_runs(self._groups, self._chunk_size, min(num_tokens, num_known))
             if not runs or not self._namer.check(state):
                 continue
-            yield Store(state.request_id, tuple(runs), state.num_local)
+            yield Store(state.request_id, tuple(runs), state.num_local if state.is_new else num_known)
 
 
 def _first_in(blocks: set[int], table: Sequence[int]) -> int:

@@ -26,6 +26,7 @@ class RequestState:
         stored: For each group, how many chunks from the first need no storing (any more).
         num_local: Tokens that vLLM has itself, as it last said, and those that are loaded for it since.
         offer: What can be loaded, once that is known.
+        is_new: The store has answered that it has no more of its chunks than it offered.
         asked_at: When its chunks were first asked for, since the last answer; None: they are not asked for. Seconds, monotonic.
         polled_at: When they were last asked for.
         load: `[begin, end)` tokens that are to be loaded in the next step.
@@ -43,6 +44,7 @@ class RequestState:
     stored: list[int] = field(default_factory=list)
     num_local: int = 0
     offer: Offer | None = None
+    is_new: bool = False
     asked_at: float | None = None
     polled_at: float = 0.0
     load: tuple[int, int] | None = None

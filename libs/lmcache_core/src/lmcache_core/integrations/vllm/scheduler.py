@@ -236,6 +236,7 @@ class SchedulerSide:
         first_asked = state.asked_at if state.asked_at is not None else now
         if is_final or now - first_asked > self._options.engine.tier_timeout_s + PATIENCE_MARGIN_S:
             state.offer, state.asked_at = offer or Offer(0), None
+            state.is_new = state.offer.is_complete
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
         else:
             state.asked_at = first_asked

@@ -197,7 +197,7 @@ class WorkerSide:
         with self._guard("store"), torch.inference_mode():
             for store in stores:
                 for run in store.runs:
-                    self._store_run(run, store.num_local, plan.recompute_s or 0.0)
+                    self._store_run(run, store.num_unsure, plan.recompute_s or 0.0)
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Requests whose asynchronous load is over, and those of them of which it failed."""
@@ -272,16 +272,16 @@ class WorkerSide:
         num_loaded = lane.transfer.load(self._named(run, lane), load.recompute_s, self._arguments(run, lane, *wanted), wanted)
         return None if num_loaded == len(run.hashes) else max(start + num_loaded * chunk_size, load.begin)
 
-    def _store_run(self, run: ChunkRun, num_local: int, recompute_s: float) -> None:
+    def _store_run(self, run: ChunkRun, num_unsure: int, recompute_s: float) -> None:
         """Store one group's chunks, unless the engine's step would wait longer for that than they are worth."""
         if not self._store.is_worth(recompute_s * len(run.hashes) / STORE_QUESTIONS):
             self._counters.add(UNSTORED_CHUNKS_TOTAL, len(run.hashes))
             return
         lane = self._lanes[run.group]
         named = self._named(run, lane)
-        # What this request has computed itself was not there when it came.
-        num_had = max(0, num_local // self._options.engine.chunk_size - run.first)
-        num_known = self._store.lookup([key for _, _, key in named[:num_had]], [HOT_TIER]) if num_had else 0
+        # The scheduler knows of the others that they were not there when the request came.
+        num_asked = max(0, num_unsure // self._options.engine.chunk_size - run.first)
+        num_known = self._store.lookup([key for _, _, key in named[:num_asked]], [HOT_TIER]) if num_asked else 0
         if num_known < len(named):
             lane.transfer.store(named[num_known:], self._arguments(run, lane, named[num_known][0], named[-1][1]))
 
