@@ -131,7 +131,9 @@ $(VENV)/.tools: $(VENV)/.runtime
 $(BASE_HOME)/.ready: $(MANIFESTS)
 	@echo "[+] Installing what runs without PyTorch in $(BASE_HOME)"
 	@$(PYTHON) -m venv $(BASE_HOME)
-	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) $(BASE_PACKAGES) $(BASE_TOOLS)
+	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) $(BASE_TOOLS) hatchling editables
+# Otherwise pip would set up an environment of its own, twice, for each of our packages
+	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation $(BASE_PACKAGES)
 	@touch $@
 
 # vLLM gets an environment of its own, in which nothing of ours is installed. Its releases lie beside that environment, not in it, since
