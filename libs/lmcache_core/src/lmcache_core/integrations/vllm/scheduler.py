@@ -283,10 +283,13 @@ class SchedulerSide:
         self._last_ended = now
 
     def _give_up(self, request_id: str) -> None:
-        """A load has failed: offering it again could go on for ever. What the request computes instead is stored again."""
+        """A load has failed: offering it again could go on for ever.
+
+        What the request computes instead is stored again where it is no longer there.
+        """
         state = self._states.get(request_id)
         if state is not None:
             logger.warning("KV of request %s could not be loaded after all; it is computed", request_id)
-            state.gave_up = True
+            state.gave_up, state.is_new = True, False
             state.forget_offer()
             state.stored = [0] * len(self._groups)
