@@ -12,8 +12,10 @@ from tests.vllm.engines import Answer, Ask, engine_options
 from tests.vllm.models import FIRST_WORD, VOCABULARY
 from tests.vllm.processes import EngineProcess
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
-"""How far logprobs may differ. A prompt of which a part is loaded is computed in pieces of another shape."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+"""How far logprobs may differ. A prompt of which a part is loaded, or that is computed beside another
+one, is computed in pieces of another shape, whose sums round otherwise: in float32 by up to 2e-5 on
+processors without AVX-512, also where nothing is loaded. KV of another prompt differs by 0.9."""
 
 
 class References:
@@ -50,7 +52,8 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float, name: str = 
     assert expected.num_cached == 0, "the reference has used a cache"
     assert answer.finish_reason == expected.finish_reason, name
     assert answer.tokens == expected.tokens, name
-    assert distance(answer, expected) <= tolerance, name
+    difference = distance(answer, expected)
+    assert difference <= tolerance, f"{name}: logprobs differ by {difference:.1e}"
     assert len(answer.prompt_logprobs) == len(expected.prompt_logprobs), name
     if expected.prompt_logprobs:
         differs = "its prompt's logprobs"
