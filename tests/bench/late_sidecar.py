@@ -57,7 +57,7 @@ def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
 
 
 def _pair(plain: TimedEngine, ours: TimedEngine, dice: random.Random, num_tokens: int, is_swapped: bool = False) -> tuple[float, float]:
-    """Seconds without and with us, for two prompts that nobody has seen."""
+    """Seconds without and with the connector, for two prompts that are in no cache."""
     seconds: dict[TimedEngine, float] = {}
     for engine in (ours, plain) if is_swapped else (plain, ours):
         took = engine.first_token(random_prompt(dice, num_tokens))

@@ -19,7 +19,7 @@ def told_by(code: str) -> str:
 
 
 def test_a_child_inherits_an_ignored_sigint() -> None:
-    """The reason for the restoring: without it, an interrupted child goes on."""
+    """Without the restored signal, an interrupted child keeps running."""
     assert told_by(IGNORING + RUN_CHILD) == "False"
 
 

@@ -111,7 +111,7 @@ def subscriber(tmp_path: Any) -> Iterator[tuple[str, Subscriber]]:
 
 
 def test_only_vllms_own_cache_is_announced(world: World, subscriber: tuple[str, Subscriber]) -> None:
-    """Nobody would hear when a sidecar evicts what was announced."""
+    """No event would follow when a sidecar evicts a chunk that was announced."""
     endpoint, events = subscriber
     sidecar = world.sidecar()
     publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}

@@ -72,7 +72,7 @@ class SidecarLinks:
         return None
 
     def give_up(self, connection: SidecarConnection, why: str) -> None:
-        """Use a connection no more: its other end is not to be believed, or cannot be told something that it must know."""
+        """Close a connection whose sidecar cannot be trusted, or missed a message that it must know."""
         connection.close()
         self._lost(connection, ProtocolError(why), 0.0)
 
