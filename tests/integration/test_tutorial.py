@@ -32,23 +32,23 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
     environ = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONWARNINGS": "default"}
     (tmp_path / "script").write_text(script)
-    with (tmp_path / "errors").open("wb") as errors:
+    with (tmp_path / "output").open("wb") as output, (tmp_path / "errors").open("wb") as errors:
         shell = subprocess.Popen(
             ["bash", "-eu", "script"],  # as somebody who types, but for stopping at the first failure
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,  # no pipe: services that outlive the shell would hold it open
             stderr=errors,
             cwd=tmp_path,
             env=environ,
             start_new_session=True,
         )
         try:
-            output, _ = shell.communicate(timeout=TIMEOUT_S)
+            status = shell.wait(TIMEOUT_S)
         finally:
             with_children(shell.pid)
-    told = (tmp_path / "errors").read_text(errors="replace")
-    assert shell.returncode == 0, f"{output.decode()}\n{told}"
-    printed = [part.strip() for part in output.decode().split(f"{MARK}\n")][: len(expected)]
+    answered, told = ((tmp_path / name).read_text(errors="replace") for name in ("output", "errors"))
+    assert status == 0, f"{answered}\n{told}"
+    printed = [part.strip() for part in answered.split(f"{MARK}\n")][: len(expected)]
     assert printed == [text.strip() for text in expected], told
 
 

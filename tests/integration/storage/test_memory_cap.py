@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.record import encode_head, payload_digest, raw_header
+from lmcache_core.storage.hot import RECEIVING_SHARE
 from lmcache_core.testing.chunks import make_key
 from lmcache_core.wire.frames import HEADER_BYTES, parse_header
 from lmcache_core.wire.messages import Hello, Message, Put, PutOk, build_frame, parse_meta
@@ -87,7 +88,7 @@ def test_the_cap_holds_under_64_writers_of_32_mib(tmp_path: Path, put: Callable[
         assert at_start > MEMORY_BYTES
         with ThreadPoolExecutor(NUM_WRITERS) as writers:
             stored = list(writers.map(lambda i: put(service, i, digest), range(NUM_WRITERS)))
-        assert sum(stored) >= MEMORY_BYTES // PAYLOAD_BYTES - 2
+        assert sum(stored) >= MEMORY_BYTES // RECEIVING_SHARE // PAYLOAD_BYTES, "as many as one tenant may have on their way in at once"
         grown = peak_bytes(service.pid) - at_start
         assert grown < MAX_EXTRA_BYTES, f"{grown >> 20} MiB beside the arena"
         stats = httpx.get(f"{service.url}/v1/stats", trust_env=False).json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 from lmcache_core.errors import UnavailableError
@@ -84,3 +86,30 @@ async def test_who_is_away_is_not_asked_again(error: type[httpx.TransportError])
         await client.call("GET", "/")
     assert len(server.bodies) == 2
     await client.close()
+
+
+@pytest.mark.parametrize("limit_s", [0.1, 60.0])
+async def test_a_tls_handshake_that_is_cut_off_leaves_no_connection(limit_s: float) -> None:
+    """By the limit on the call, or because its caller is cancelled."""
+    ended = asyncio.Event()
+
+    async def never_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        while await reader.read(1 << 16):
+            pass
+        ended.set()
+        writer.close()
+
+    begun = asyncio.Event()
+    async with await asyncio.start_server(never_answers, "127.0.0.1", 0) as server:
+        client = JsonHttpClient("broker", f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, limit_s)
+        await client.open()
+        call = asyncio.ensure_future(client.call("GET", "/"))
+        await begun.wait()
+        if limit_s > 1:
+            call.cancel()
+        with pytest.raises((UnavailableError, asyncio.CancelledError)):
+            await call
+        async with asyncio.timeout(5):
+            await ended.wait()
+        await client.close()

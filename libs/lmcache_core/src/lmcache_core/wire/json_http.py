@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -162,7 +162,12 @@ class JsonHttpClient:
                 for attempt in range(MAX_ATTEMPTS):
                     try:
                         async with self._client.stream(
-                            method, path, content=content, headers={**headers, **_whose()}, timeout=limit_s
+                            method,
+                            path,
+                            content=content,
+                            headers={**headers, **_whose()},
+                            timeout=limit_s,
+                            extensions={"trace": _Handshake().trace},
                         ) as response:
                             data = await self._read(response)
                         break
@@ -208,6 +213,20 @@ class JsonHttpClient:
             if len(data) > MAX_RESPONSE_BYTES:
                 raise self.unusable(f"it is longer than {MAX_RESPONSE_BYTES} bytes")
         return bytes(data)
+
+
+class _Handshake:
+    """Closes the connection of a TLS handshake that is cut off. httpx does so after an error, but not after a cancellation."""
+
+    def __init__(self) -> None:
+        self._connected: Any = None
+
+    async def trace(self, event: str, info: dict[str, Any]) -> None:
+        """What httpx tells of a request."""
+        if event == "connection.connect_tcp.complete":
+            self._connected = info["return_value"]
+        elif event == "connection.start_tls.failed" and self._connected is not None:
+            await self._connected.aclose()
 
 
 def _whose() -> dict[str, str]:
