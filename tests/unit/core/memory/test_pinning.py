@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import gc
 import logging
 
@@ -80,5 +81,11 @@ def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
     gc.collect()
 
 
-def test_without_a_loaded_runtime_there_is_no_error_to_take() -> None:
-    assert module._take_pending_error() in (0, None)
+def test_without_a_loaded_runtime_there_is_no_error_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_loaded_runtimes", list)
+    assert module._take_pending_error() is None
+
+
+def test_a_runtime_that_cannot_be_opened_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_loaded_runtimes", lambda: ["/nowhere/libcudart.so", ctypes.util.find_library("c")])
+    assert module._take_pending_error() is None
