@@ -46,6 +46,7 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
             status = shell.wait(TIMEOUT_S)
         finally:
             with_children(shell.pid)
+            shell.wait(10)
     answered, told = ((tmp_path / name).read_text(errors="replace") for name in ("output", "errors"))
     assert status == 0, f"{answered}\n{told}"
     printed = [part.strip() for part in answered.split(f"{MARK}\n")][: len(expected)]
