@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from lmcache_core.integrations.vllm.offers import WINDOW_TICKET
 from lmcache_core.sidecar import messages as m
+from lmcache_core.sidecar import pace
 
 from tests.fixtures.late_socket import LateSocket, late_socket
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -60,15 +61,17 @@ def asked(engine: Engine, relay: LateSocket, tokens: list[int]) -> tuple[list[st
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_no_question_is_asked_in_vain(any_module: ModuleType, model: Path, relay: LateSocket, load: str) -> None:
+def test_no_question_is_asked_in_vain(
+    any_module: ModuleType, model: Path, relay: LateSocket, load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise a busy machine delays an answer for so long that it is not waited for.
+    monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
     with running(any_module, model, beside(relay.path, load=load), limits=Limits(64)) as engine:
         assert asked(engine, relay, prompt(1, 7)) == ([], 0), "less than a chunk"
         assert asked(engine, relay, prompt(1, 43)) == (["Commit", "Reserve", "Stage"], 0)
         engine.forget()
         assert asked(engine, relay, prompt(1, 43)) == (["Pin", "Release", "Stage"], 40)
-        # vLLM has it itself. An answer that the machine delays by more than 3 ms is not waited for, and
-        # then the worker has to look the chunks up: not every time.
-        assert (["Stage"], 0) in (asked(engine, relay, prompt(1, 43)) for _ in range(10))
+        assert asked(engine, relay, prompt(1, 43)) == (["Stage"], 0), "vLLM has it itself"
         assert any(isinstance(said, m.Unstage) for said in relay.requests)
         engine.forget()
 
