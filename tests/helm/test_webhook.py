@@ -13,6 +13,7 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
+from lmcache_webhook.review.service import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
@@ -65,6 +66,12 @@ def sidecar_of(rendering: Rendering, folder: Path, namespace: str) -> tuple[Mani
 
 def test_it_is_off_unless_asked_for(chart: Chart) -> None:
     assert not [one for one in chart.render().manifests if "webhook" in one["metadata"]["name"]]
+
+
+def test_the_api_server_waits_for_longer_than_a_review_takes(chart: Chart) -> None:
+    too_short = int(REVIEW_TIMEOUT_S)
+    assert "webhook" in chart.refuse({"webhook.timeoutSeconds": too_short})
+    chart.render({"webhook.timeoutSeconds": too_short + 1})
 
 
 @pytest.mark.parametrize("case", CASES)
