@@ -274,6 +274,46 @@ async def test_a_volume_that_is_gone_costs_no_entry(tmp_path, files):
     await disk.close()
 
 
+@pytest.mark.parametrize("how", ["its content", "the directory", "the directory, made again"])
+async def test_a_directory_that_was_emptied_is_forgotten_and_filled_again(tmp_path, files, how):
+    """The lock file goes with the records, which is no sign of a volume that is gone."""
+    root = tmp_path / "disk"
+    await fill(root, "a", "b")
+    disk = await opened(root, files)
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    if how != "its content":
+        root.rmdir()
+    if how == "the directory, made again":
+        root.mkdir()
+    assert await get(disk, "a", "b") == [MissReason.NEVER_STORED] * 2
+    assert await disk.batched_contains([make_key("a"), make_key("b")]) == [False, False]
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    assert await get(disk, "a") == [make_payload("a")]
+    assert (records(root), used_blocks(disk)) == (1, 1)
+    (path,) = root.rglob("*.kvr")
+    path.unlink()
+    assert await get(disk, "a") == [MissReason.NEVER_STORED], "files that vanish later, too"
+    await disk.close()
+
+
+async def test_a_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
+    root = tmp_path / "disk"
+    await fill(root, "a")
+    files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
+    disk = await opened(root, files)
+    files.failing = {}
+    root.rename(tmp_path / "unmounted")
+    root.mkdir()
+    await disk._pool.run(disk._store.look_again)
+    assert disk.stats()["unread_files"] == 1
+    root.rmdir()
+    (tmp_path / "unmounted").rename(root)
+    await disk._pool.run(disk._store.look_again)
+    assert await get(disk, "a") == [make_payload("a")]
+    await disk.close()
+
+
 CHILD = """
     import asyncio, os, resource, sys
     from pathlib import Path

@@ -86,11 +86,11 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._layout = DiskLayout(root)
         self._files = files or DiskFiles()
         self._index = DiskIndex(capacity_bytes, policy or create_policy(), limits, clock)
-        self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync)
+        self._lock = DirectoryLock(self._layout.lock)
+        self._store = DiskStore(self._layout, self._index, self._files, self._report, fsync, self._lock)
         self._pool = FilePool("lmcache-disk", num_threads)
         self._allocator = memory_allocator or BufferAllocator()
         self._put_tasks = PutTasks()
-        self._lock = DirectoryLock(self._layout.lock)
         self._on_removed = on_removed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: Future[None] | None = None

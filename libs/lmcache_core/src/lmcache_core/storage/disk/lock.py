@@ -21,6 +21,7 @@ class DirectoryLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = None
+        self._directory: os.stat_result | None = None
 
     def acquire(self) -> None:
         """Lock; nothing to do where this object holds the lock already.
@@ -33,6 +34,7 @@ class DirectoryLock:
             return
         fd = self._open()
         try:
+            self._directory = self._path.parent.stat()
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             owner = os.pread(fd, 32, 0).decode("ascii", errors="replace").strip()
@@ -41,6 +43,9 @@ class DirectoryLock:
                 f"disk path {self._path.parent} is in use by another process (pid {owner or 'unknown'}): "
                 "give each process a directory of its own, or stop the other one"
             ) from exc
+        except BaseException:
+            os.close(fd)
+            raise
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
@@ -51,6 +56,25 @@ class DirectoryLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def is_volume_there(self) -> bool:
+        """Tell a directory that was emptied or removed from one whose volume is gone.
+
+        Returns:
+            False if the directory that was locked is not there and was not deleted: its files
+            still exist, on a volume that may come back.
+        """
+        with contextlib.suppress(OSError):
+            self._path.stat()
+            return True
+        # `rm -rf` on the directory's content takes the lock file, too; on the directory, both.
+        with contextlib.suppress(OSError):
+            now = self._path.parent.stat()
+            if self._directory is not None and os.path.samestat(now, self._directory):
+                return True
+        with contextlib.suppress(OSError):
+            return self._fd is not None and os.fstat(self._fd).st_nlink == 0
+        return False
 
     def _open(self) -> int:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW

@@ -21,6 +21,7 @@ from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, charged_bytes, tenant_of
+from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.quarantine import Quarantine
 from lmcache_core.storage.disk.record_file import BLOCK_BYTES, name_record, opened, read_head, read_payload, write_record
 from lmcache_core.storage.disk.room import DiskRoom
@@ -74,14 +75,24 @@ class DiskStore:
         files: How files are touched.
         on_removed: Called in a worker thread with every key that is given up.
         fsync: Wait for the device before a record is visible.
+        lock: What this process owns the directory with.
     """
 
-    def __init__(self, layout: DiskLayout, index: DiskIndex, files: DiskFiles, on_removed: Callable[[ChunkKey], None], fsync: bool) -> None:
+    def __init__(
+        self,
+        layout: DiskLayout,
+        index: DiskIndex,
+        files: DiskFiles,
+        on_removed: Callable[[ChunkKey], None],
+        fsync: bool,
+        lock: DirectoryLock,
+    ) -> None:
         self._layout = layout
         self._index = index
         self._files = files
         self._on_removed = on_removed
         self._fsync = fsync
+        self._lock = lock
         self._names_lock = threading.Lock()
         self._quarantine = Quarantine(layout, index, files)
         self._room = DiskRoom(layout, index, files, self._quarantine, on_removed)
@@ -139,6 +150,8 @@ class DiskStore:
             unread = dict(self._unread)
         places = [path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)]
         found = scan(self._layout, self._files, places)
+        if not self._lock.is_volume_there():
+            return  # a file that is not found is not gone
         with self._names_lock:
             # A write or a removal may have come first: then the file is not ours to judge by what it was.
             still_unread = self._unread.keys() & set(places)
@@ -393,7 +406,7 @@ class DiskStore:
         return head, header
 
     def _unreadable(self, key: ChunkKey, entry: DiskEntry, exc: OSError | RecordError) -> Miss:
-        is_missing = isinstance(exc, FileNotFoundError) and self._is_mounted()
+        is_missing = isinstance(exc, FileNotFoundError) and self._lock.is_volume_there()
         if isinstance(exc, OSError) and not is_missing and exc.errno not in NOT_A_FILE:
             self._counters.add("failed_reads")
             if exc.errno == errno.EIO and self._fails_again(entry):
@@ -415,14 +428,6 @@ class DiskStore:
         logger.warning("chunk %s on disk is damaged (%s) and is not served", key.key.chunk_hash, exc)
         is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
-
-    def _is_mounted(self) -> bool:
-        """Whether a file that is not found is gone by itself, and not with the volume that it is on."""
-        try:
-            self._files.stat(self._layout.lock)
-        except OSError:
-            return False
-        return True
 
     def _fails_again(self, entry: DiskEntry) -> bool:
         """Whether that file failed at least `AGAIN_S` ago and others could be read since."""
