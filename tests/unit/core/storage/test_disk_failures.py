@@ -155,6 +155,19 @@ async def test_a_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files
     assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
 
 
+@pytest.mark.parametrize("how", ["remove", "clear tenant"])
+async def test_a_removed_chunk_whose_file_stayed_is_removed_when_asked_again(disk, files, tmp_path, how):
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    files.failing = {"unlink": errno.EIO}
+    assert await disk.batched_remove([make_key("a")]) == 1
+    files.failing.clear()
+    if how == "remove":
+        assert await disk.batched_remove([make_key("a")]) == 1
+    else:
+        assert await disk.clear("default") == 1
+    assert list(tmp_path.rglob("*.kvr")) == []
+
+
 async def test_one_file_that_cannot_be_removed_does_not_stop_the_others(disk, files, clock, monkeypatch):
     for name in range(NUM_SLOTS):
         assert await disk.batched_put([make_chunk(name)]) == [True]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 
 import pytest
+from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
@@ -140,6 +142,33 @@ async def test_a_record_of_a_later_version_is_left_for_it_until_its_space_is_nee
     await disk.close()
 
 
+@pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
+@pytest.mark.parametrize("found", ["at the start", "when read"])
+async def test_what_is_removed_is_not_served_again_by_a_later_version(tmp_path, how, found):
+    paths = await fill(tmp_path, "a", "b")
+    paths |= await fill(tmp_path, "c", tenant="other")
+    if found == "at the start":
+        for path in paths.values():
+            another_version(path)
+    disk = await opened(tmp_path)
+    if found == "when read":
+        for path in paths.values():
+            another_version(path)
+        assert await get(disk, "a", "b") == [MissReason.CORRUPT] * 2
+        assert await get(disk, "c", tenant="other") == [MissReason.CORRUPT]
+    if how == "remove":
+        assert await disk.batched_remove([make_key("a")]) == 1
+        assert await disk.batched_remove([make_key("a")]) == 0
+        gone = {"a"}
+    else:
+        gone = {"a", "b"} if how == "clear tenant" else {"a", "b", "c"}
+        assert await disk.clear("default" if how == "clear tenant" else None) == len(gone)
+    assert {name for name, path in paths.items() if not path.exists()} == gone
+    disk.check_integrity()
+    assert disk.stats()["used_bytes"] == (3 - len(gone)) * BLOCK_BYTES
+    await disk.close()
+
+
 @pytest.mark.parametrize("name", [b"\xff\xfe", "ü".encode() * 100, b"%zz", b"..."], ids=["no UTF-8", "too long", "no escape", "dots"])
 async def test_a_directory_that_no_tenant_can_have_is_passed_over(tmp_path, name):
     await fill(tmp_path, "a")
@@ -227,6 +256,34 @@ async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_pat
     assert await removing is True
     await disk.wait_loaded()
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    await disk.close()
+
+
+async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_path, monkeypatch):
+    """It would come back with the first look that can read it."""
+
+    class Unlisted(DiskFiles):
+        is_listed = False
+        has_opened = threading.Event()
+
+        def list_directory(self, path):
+            self.has_opened.wait(10)
+            if not self.is_listed:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().list_directory(path)
+
+    await fill(tmp_path, "a")
+    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
+    files = Unlisted()
+    disk = await opened(tmp_path, files=files)
+    files.has_opened.set()
+    with pytest.raises(UnavailableError, match="cannot be read"):
+        await disk.clear()
+    with pytest.raises(UnavailableError, match="cannot be read"):
+        await disk.batched_remove([make_key("a")])
+    files.is_listed = True
+    await disk._pool.run(disk._store.look_again)
+    assert await disk.clear() == 1
     await disk.close()
 
 

@@ -251,6 +251,9 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
     async def _when_loaded(self, work: Callable[[], int]) -> int:
         self._pool.check_open()
         await self.wait_loaded()
+        self._pool.check_open()
+        if not self._store.is_loaded:  # what is there would be served once it can be read
+            raise UnavailableError(f"disk path {self._layout.root}: the directory cannot be read")
         return await self._pool.run(work)
 
     def _report(self, key: ChunkKey) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from pathlib import Path
 
 from lmcache_core.storage.disk.files import DiskFiles
@@ -30,11 +29,19 @@ class Quarantine:
         self._layout = layout
         self._index = index
         self._files = files
-        self._held: deque[tuple[Path, int]] = deque()
-        self._left: dict[Path, int] = {}  # the oldest first; as many as an upgrade has written
+        # Each with its charge, the oldest first.
+        self._held: dict[Path, int] = {}
+        self._left: dict[Path, int] = {}  # as many as an upgrade has written
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._held or path in self._left
+
+    def paths(self) -> list[Path]:
+        """List every file, those of a later version included."""
+        return [*self._held, *self._left]
 
     def leave(self, path: Path, charge: int) -> None:
         """Leave a good record of a later version where it is, until its space is needed."""
@@ -61,10 +68,11 @@ class Quarantine:
 
     def adopt(self, path: Path, charge: int) -> None:
         """Hold a file where it is, for removal when its space is needed. Never raises `OSError`."""
+        self.forget(path)
         self._index.charge_anyway(charge)
-        self._held.append((path, charge))
+        self._held[path] = charge
         if len(self._held) > MAX_BAD_FILES:
-            self._remove_first_held()
+            self._remove_first(self._held)
 
     def remove_oldest(self) -> bool:
         """Remove the damaged file held longest, or else the oldest of a later version.
@@ -72,38 +80,23 @@ class Quarantine:
         Returns:
             False when there is none, or it cannot be removed: it is then held on, and tried last.
         """
-        return self._remove_first_held() or self._remove_first_left()
+        return self._remove_first(self._held) or self._remove_first(self._left)
 
-    def forget(self, path: Path) -> None:
-        """A good record has been renamed over that file."""
-        for item in [item for item in self._held if item[0] == path]:
-            self._held.remove(item)
-            self._index.unreserve(item[1])
-        self._index.unreserve(self._left.pop(path, 0))
+    def forget(self, path: Path) -> int:
+        """Charge a file no more and return what it was charged; nothing to do for another one."""
+        charge = self._held.pop(path, 0) + self._left.pop(path, 0)
+        self._index.unreserve(charge)
+        return charge
 
-    def _remove_first_held(self) -> bool:
-        if not self._held:
+    def _remove_first(self, files: dict[Path, int]) -> bool:
+        if not files:
             return False
-        path, charge = self._held.popleft()
-        is_removed = self._remove(path, charge)
-        if not is_removed:
-            self._held.append((path, charge))
-        return is_removed
-
-    def _remove_first_left(self) -> bool:
-        if not self._left:
-            return False
-        path = next(iter(self._left))
-        charge = self._left.pop(path)
-        is_removed = self._remove(path, charge)
-        if not is_removed:
-            self._left[path] = charge
-        return is_removed
-
-    def _remove(self, path: Path, charge: int) -> bool:
+        path = next(iter(files))
+        charge = files.pop(path)
         try:
             self._files.unlink(path)
         except OSError:
+            files[path] = charge
             return False
         self._index.unreserve(charge)
         return True

@@ -252,7 +252,10 @@ class DiskStore:
         return self._index.contains_many([key])[0]  # not if its time is over already
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks and remove their files; how many were held. A file that cannot be removed stays charged."""
+        """Forget chunks and remove their files, those not served now included; how many there were.
+
+        A file that cannot be removed stays charged.
+        """
         num_removed = 0
         for key in keys:
             path = self._path(key)
@@ -264,8 +267,8 @@ class DiskStore:
                 entry = self._index.remove(key)
                 if entry is not None:
                     self._unlink(path, entry.charge)
-                elif path in self._unread:
-                    self._unlink(path, self._forget_unread(path))
+                elif path in self._unread or path in self._quarantine:
+                    self._unlink(path, self._forget(path))
                 else:
                     continue
             num_removed += 1
@@ -278,10 +281,10 @@ class DiskStore:
             self._writing = {write: key for write, key in self._writing.items() if tenant not in (None, key.tenant)}
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
-            for path in list(self._unread):
+            for path in [*self._unread, *self._quarantine.paths()]:
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
-                    self._unlink(path, self._forget_unread(path))
+                    self._unlink(path, self._forget(path))
                     num_removed += 1
         return num_removed
 
@@ -347,10 +350,9 @@ class DiskStore:
         except OSError:
             self._quarantine.adopt(path, charge)
 
-    def _forget(self, path: Path) -> None:
-        """A good record has been renamed over that file."""
-        self._quarantine.forget(path)
-        self._forget_unread(path)
+    def _forget(self, path: Path) -> int:
+        """Charge a file that is not served no more and return what it was charged."""
+        return self._quarantine.forget(path) + self._forget_unread(path)
 
     def _forget_unread(self, path: Path) -> int:
         """Charge an unread file no more; what it was charged."""
