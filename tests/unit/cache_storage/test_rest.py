@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
+from lmcache_core.storage import LocalDiskBackend
 from lmcache_core.testing.chunks import make_chunk, make_key, make_payload, make_record
 from lmcache_storage.chunks.responses import SLICE_BYTES
 from lmcache_storage.parts import StorageParts
@@ -280,6 +282,27 @@ async def test_a_disk_that_fails_degrades_and_heals(tmp_path: Path, monkeypatch:
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
         monkeypatch.undo()
         assert (await rest.get("/readyz")).json()["status"] == "ok"
+
+
+async def test_a_disk_that_comes_later_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = tmp_path / "volume"
+    async with serving(disk_path=volume / "disk", disk_gb=0.01) as (rest, parts):
+        assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
+        assert await parts.stack.drain(5)
+    volume.rename(tmp_path / "elsewhere")
+    volume.write_text("what is mounted there is away")
+    monkeypatch.setattr("lmcache_core.storage.absent.FIRST_RETRY_S", 0.02)
+    num_announced: list[int] = []
+    async with serving(disk_path=volume / "disk", disk_gb=0.01, lookup_url="http://127.0.0.1:1") as (_, parts):
+        disk = parts.tiers[1]
+        assert isinstance(disk, LocalDiskBackend)
+        monkeypatch.setattr(InstanceReporter, "announce_again", lambda _: num_announced.append(len(disk.held())))
+        volume.unlink()
+        (tmp_path / "elsewhere").rename(volume)
+        async with asyncio.timeout(10):
+            while not num_announced:
+                await asyncio.sleep(0.01)
+    assert num_announced == [1]
 
 
 async def test_a_key_that_is_asked_for_many_times_is_answered_once(rest: httpx.AsyncClient) -> None:

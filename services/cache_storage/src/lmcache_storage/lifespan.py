@@ -217,7 +217,7 @@ class _Opening:
         self._announcer.connect(reporter, [hot] if disk is None else [hot, disk])
         await reporter.open()
         self._exits.push_async_callback(reporter.close)
-        if disk is not None and disk.stats()["is_loading"]:
+        if disk is not None:
             tasks = TaskSupervisor("storage")
             tasks.start("announce-disk", self._announcer.announce_when_loaded(disk))
             self._exits.push_async_callback(tasks.close)

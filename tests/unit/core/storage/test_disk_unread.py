@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.record import MissReason
+from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, store
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.testing.backend_suite import Arena, payload_of
@@ -311,6 +312,62 @@ async def test_a_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
     (tmp_path / "unmounted").rename(root)
     await disk._pool.run(disk._store.look_again)
     assert await get(disk, "a") == [make_payload("a")]
+    await disk.close()
+
+
+class Announced:
+    """How many chunks each full announcement told of."""
+
+    def __init__(self, disk: LocalDiskBackend) -> None:
+        self.counts: list[int] = []
+        self.announcer = TierAnnouncer("default")
+        self.announcer.connect(self, [disk])
+
+    def announce_again(self) -> None:
+        self.counts.append(len(list(self.announcer.snapshot())))
+
+    def removed(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("operation", ["open", "list"])
+async def test_what_can_be_read_later_is_announced(tmp_path, files, monkeypatch, operation):
+    """`list` fails for the root, which is then read as a whole later."""
+    monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
+    await fill(tmp_path, *range(NUM_CHUNKS))
+    monkeypatch.setattr("lmcache_core.storage.disk.backend.LOAD_WAIT_S", 0.0)
+    files.failing = {operation: errno.EMFILE}
+    files.may_list.clear()
+    disk = await opened(tmp_path, files)
+    announced = Announced(disk)
+    announcing = asyncio.ensure_future(announced.announcer.announce_when_loaded(disk))
+    files.may_list.set()
+    await announcing
+    await asyncio.sleep(0.1)
+    assert announced.counts == [0], "looks that find nothing announce nothing"
+    files.failing = {}
+    async with asyncio.timeout(10):
+        while not announced.counts[-1]:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert announced.counts == [0, NUM_CHUNKS]
+    await disk.close()
+
+
+async def test_a_chunk_that_was_set_aside_is_announced_when_it_is_back(tmp_path, files, monkeypatch):
+    monkeypatch.setattr("lmcache_core.storage.disk.backend.LOOK_AGAIN_S", 0.01)
+    paths = await fill(tmp_path, "a", "b")
+    disk = await opened(tmp_path, files)
+    announced = Announced(disk)
+    await announced.announcer.announce_when_loaded(disk)
+    files.failing, files.only = {"read": errno.EIO}, paths["a"].name
+    assert await get(disk, "a", "b") == [MissReason.UNAVAILABLE, make_payload("b")]
+    assert await get(disk, "b", "a") == [make_payload("b"), MissReason.UNAVAILABLE]
+    assert await disk.batched_contains([make_key("a")]) == [False]
+    files.failing = {}
+    async with asyncio.timeout(10):
+        while len(announced.counts) < 2:
+            await asyncio.sleep(0.01)
+    assert announced.counts == [2, 2]
     await disk.close()
 
 

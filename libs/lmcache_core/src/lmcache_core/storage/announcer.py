@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from lmcache_core.keys import ChunkKey
@@ -23,7 +23,10 @@ class LoadedTier(HeldTier, Protocol):
     """A local tier that is read in the background after its start."""
 
     async def wait_loaded(self) -> None:
-        """Return when everything that was there before the start is known."""
+        """Return when everything that was there before the start is known, or could not be read."""
+
+    def call_when_restored(self, on_restored: Callable[[], None]) -> None:
+        """Call `on_restored` on the loop whenever chunks are held again that could not be read."""
 
 
 class TierAnnouncer:
@@ -67,10 +70,15 @@ class TierAnnouncer:
                 yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
 
     async def announce_when_loaded(self, tier: LoadedTier) -> None:
-        """Announce what a tier finds while it is still being read: a large disk is read in the background."""
-        await tier.wait_loaded()
-        if self._reporter is not None:
-            self._reporter.announce_again()
+        """Announce what a tier finds once it has been read, and whenever it can read more later.
+
+        A large disk is read in the background, and one that is not there at the start is opened later.
+        """
+        reporter = self._reporter
+        if reporter is not None:
+            tier.call_when_restored(reporter.announce_again)
+            await tier.wait_loaded()
+            reporter.announce_again()
 
     def _tenant(self, key: ChunkKey) -> str | None:
         return None if key.tenant == self._own_tenant else key.tenant

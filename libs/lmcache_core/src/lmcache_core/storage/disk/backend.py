@@ -96,6 +96,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._loading: Future[None] | None = None
         self._has_opened = asyncio.Event()
         self._tasks = TaskSupervisor(self._pool.name)
+        self._on_restored: Callable[[], None] | None = None
 
     async def open(self) -> None:
         """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
@@ -138,6 +139,10 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         await self._has_opened.wait()
         if self._loading is not None:
             await wait_all([self._loading])
+
+    def call_when_restored(self, on_restored: Callable[[], None]) -> None:
+        """Call `on_restored` on the loop whenever chunks are served again that could not be read."""
+        self._on_restored = on_restored
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
@@ -244,8 +249,11 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
             if not self._store.has_unread:
                 continue
             began = time.monotonic()
+            has_restored = False
             with contextlib.suppress(OSError):  # the root itself: logged when it first failed
-                await self._pool.run(self._store.look_again)
+                has_restored = await self._pool.run(self._store.look_again)
+            if has_restored and self._on_restored is not None:
+                self._on_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:

@@ -137,21 +137,24 @@ class DiskStore:
         """Whether `look_again` has anything to do."""
         return bool(self._unread) or not self.is_loaded
 
-    def look_again(self) -> None:
+    def look_again(self) -> bool:
         """Try once more to read what could not be read, and serve what can be.
+
+        Returns:
+            Whether chunks are served that were not before.
 
         Raises:
             OSError: The root can still not be read.
         """
         if not self.is_loaded:
             self.load()
-            return
+            return True
         with self._names_lock:
             unread = dict(self._unread)
         places = [path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)]
         found = scan(self._layout, self._files, places)
         if not self._lock.is_volume_there():
-            return  # a file that is not found is not gone
+            return False  # a file that is not found is not gone
         with self._names_lock:
             # A write or a removal may have come first: then the file is not ours to judge by what it was.
             still_unread = self._unread.keys() & set(places)
@@ -165,6 +168,7 @@ class DiskStore:
             self._take_over(found)
         if still_unread and not self._unread:
             logger.info("files can be read again: path=%s", self._layout.root)
+        return bool(found.records)
 
     def write(self, chunk: Chunk) -> bool:
         """Keep one chunk. The caller holds its memory until this returns.
