@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import absent as absent_module
-from lmcache_core.storage.disk import LocalDiskBackend
+from lmcache_core.storage.disk import DiskFiles, LocalDiskBackend, backend
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -120,3 +121,36 @@ async def test_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
     async with stack_on(tmp_path / "volume" / "disk"):
         began = time.monotonic()
     assert time.monotonic() - began < 1.0
+
+
+async def test_a_disk_that_hangs_is_waited_for_with_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "ACQUIRE_WAIT_S", 0.02)
+    monkeypatch.setattr(backend, "CLOSE_WAIT_S", 0.02)
+    answers = threading.Event()
+    num_asked = 0
+
+    class Hanging(DiskFiles):
+        def make_directory(self, path: Path) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            assert answers.wait(30)
+            super().make_directory(path)
+
+    disk = LocalDiskBackend(tmp_path / "disk", 1 << 20, files=Hanging())
+    try:
+        for _ in range(5):
+            with pytest.raises(UnavailableError):
+                await disk.open()
+        assert num_asked == 1, "the next attempt waits for the one that has not ended"
+        assert "stays locked" not in caplog.text, "it is not locked yet"
+    finally:
+        answers.set()
+    monkeypatch.setattr(backend, "ACQUIRE_WAIT_S", 5.0)
+    await disk.open()
+    assert await disk.batched_put([make_chunk(1)]) == [True]
+    await disk.close()
+    again = LocalDiskBackend(tmp_path / "disk", 1 << 20)
+    await again.open()
+    await again.close()

@@ -93,6 +93,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._put_tasks = PutTasks()
         self._on_removed = on_removed
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._acquiring: Future[None] | None = None
         self._loading: Future[None] | None = None
         self._has_opened = asyncio.Event()
         self._tasks = TaskSupervisor(self._pool.name)
@@ -108,8 +109,11 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         self._loop = asyncio.get_running_loop()
         self._pool.open()
         try:
+            # A disk that hangs keeps its thread: the next `open` waits for that one, with no other.
+            if self._acquiring is None or self._acquiring.done():
+                self._acquiring = self._pool.submit(self._acquire)
             async with asyncio.timeout(ACQUIRE_WAIT_S):
-                await self._pool.run(self._acquire)
+                await self._pool.result_of(self._acquiring)
             self._loading = self._pool.submit(self._store.load)
             await wait_all([self._loading], LOAD_WAIT_S)
             if self._loading.done():
@@ -131,7 +135,7 @@ class LocalDiskBackend(DocumentedDiskMethods, StorageBackend):
         await self._tasks.close()
         if await self._pool.close(CLOSE_WAIT_S):
             self._lock.release()
-        else:
+        elif self._acquiring is not None and self._acquiring.done():
             logger.warning("disk tier %s does not answer; its directory stays locked until this process ends", self._layout.root)
 
     async def wait_loaded(self) -> None:
