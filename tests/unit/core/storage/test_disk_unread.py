@@ -173,6 +173,54 @@ async def test_what_could_not_be_read_is_never_removed_for_room(tmp_path, files)
     await disk.close()
 
 
+async def test_a_disk_full_of_unread_files_is_failing_until_they_can_be_read(tmp_path, files, caplog):
+    await fill(tmp_path, *range(4))
+    files.failing, files.only = {"open": errno.EACCES}, ".kvr"
+    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    for i in range(10, 13):
+        assert await disk.batched_put([make_chunk(i)]) == [False]
+    figures = disk.stats()
+    assert (figures["is_failing"], figures["rejected_writes"], figures["failed_writes"]) == (1, 3, 0)
+    assert records(tmp_path) == 4, "they are protected all the same"
+    assert caplog.text.count("no room for writes") == 1
+    files.failing = {}
+    await disk._pool.run(disk._store.look_again)
+    assert disk.stats()["is_failing"] == 0
+    assert await disk.batched_put([make_chunk(10)]) == [True]
+    await disk.close()
+
+
+@pytest.mark.parametrize("how", ["by the tier", "by hand"])
+async def test_removing_unread_files_ends_the_failure_that_they_are(tmp_path, files, how):
+    paths = await fill(tmp_path, *range(4))
+    files.failing, files.only = {"open": errno.EACCES}, ".kvr"
+    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    assert await disk.batched_put([make_chunk(10)]) == [False]
+    assert disk.stats()["is_failing"] == 1
+    if how == "by the tier":
+        assert await disk.batched_remove([make_key(0)]) == 1
+    else:
+        paths[0].unlink()
+        await disk._pool.run(disk._store.look_again)
+    assert disk.stats()["is_failing"] == 0
+    assert await disk.batched_put([make_chunk(10)]) == [True]
+    assert disk.stats()["is_failing"] == 0
+    await disk.close()
+
+
+async def test_a_write_for_which_unread_files_leave_no_room_costs_no_other_chunk(tmp_path, files):
+    await fill(tmp_path, *range(3))
+    files.failing = {"open": errno.EACCES}
+    disk = await opened(tmp_path, files, 4 * BLOCK_BYTES)
+    files.failing = {}
+    assert await disk.batched_put([make_chunk(10)]) == [True]
+    assert disk.stats()["is_failing"] == 0
+    assert await disk.batched_put([make_chunk(11, payload=make_payload(11, BLOCK_BYTES))]) == [False]
+    assert disk.stats()["is_failing"] == 1
+    assert await get(disk, 10) == [make_payload(10)]
+    await disk.close()
+
+
 async def test_a_chunk_stored_again_takes_the_place_of_its_unread_file(tmp_path, files):
     await fill(tmp_path, "a")
     files.failing = {"read": errno.ESTALE}

@@ -99,6 +99,8 @@ class DiskStore:
         self._backoff = WriteBackoff()
         self._counters = Counters()
         self._unread: dict[Path, _Unread] = {}
+        self._unread_bytes = 0  # the charges of those, since every write asks
+        self._crowded_out_bytes = 0
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
         self._writing: dict[object, ChunkKey] = {}
@@ -185,6 +187,10 @@ class DiskStore:
         path = self._path(chunk.key)
         if path is None or not self._index.could_hold(chunk.key.tenant, entry.charge) or not self._backoff.allows():
             self._counters.add("rejected_writes")
+            return False
+        if self._is_crowded_out(entry.charge):
+            self._counters.add("rejected_writes")
+            self._note_crowded_out(entry.charge)
             return False
         try:
             is_kept = self._write_reserved(chunk, entry, path)
@@ -303,7 +309,7 @@ class DiskStore:
         return figures | {
             "quarantined_files": len(self._quarantine),
             "unread_files": len(self._unread),
-            "is_failing": int(self._backoff.is_failing),
+            "is_failing": int(self._backoff.is_failing or self._is_crowded_out(self._crowded_out_bytes)),
         }
 
     def _path(self, key: ChunkKey) -> Path | None:
@@ -311,6 +317,22 @@ class DiskStore:
             return self._layout.record(key)
         except ValueError:
             return None
+
+    def _is_crowded_out(self, charge: int) -> bool:
+        """Whether files that cannot be read leave no room for a write, whatever else is given up."""
+        return self._unread_bytes + charge > self._index.capacity_bytes
+
+    def _note_crowded_out(self, charge: int) -> None:
+        """Count as failing while a write of that size does not fit."""
+        is_news = not self._crowded_out_bytes or not self._is_crowded_out(self._crowded_out_bytes)
+        self._crowded_out_bytes = charge
+        if is_news:
+            logger.warning(
+                "no room for writes, files that cannot be read take it: path=%s unread_files=%d unread_bytes=%d",
+                self._layout.root,
+                len(self._unread),
+                self._unread_bytes,
+            )
 
     def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
         if not self._reserve(entry.charge, chunk.key.tenant):
@@ -364,10 +386,12 @@ class DiskStore:
         if unread is None:
             return 0
         self._index.unreserve(unread.charge)
+        self._unread_bytes -= unread.charge
         return unread.charge
 
     def _hold_unread(self, path: Path, unread: _Unread) -> None:
         self._index.charge_anyway(unread.charge)
+        self._unread_bytes += unread.charge
         self._unread[path] = unread
 
     def _take_over(self, found: Found) -> None:
