@@ -14,10 +14,10 @@ import redis.exceptions
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
 from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
-from lmcache_lookup.index.packing import PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
+from lmcache_lookup.index.packing import NUM_BUCKETS, PackedHolder, bucket_key, bucket_of, pack_holder, unpack_holders
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_node import CLIENT_ERRORS
-from lmcache_lookup.index.redis_sweeper import SWEEP_PAGE_CHUNKS
+from lmcache_lookup.index.redis_sweeper import MAX_BUCKETS_PER_STEP, SWEEP_PAGE_CHUNKS
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 
@@ -98,6 +98,47 @@ async def test_a_bucket_of_another_type_holds_nothing_and_is_replaced(index: Red
     again = EventBatch("a", 7, 2, [IndexEvent("store", "acme", CHUNK, "hot", 5)])
     assert (await index.apply("acme", again)).next_sequence == 3
     assert (await index.holders("acme", [CHUNK]))[0]
+
+
+async def test_a_read_only_redis_with_buckets_of_an_earlier_release_is_swept() -> None:
+    """Their time to live cannot be taken away then, which is no reason to call the index away."""
+    with running_redis() as server, server.client() as raw:
+        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        await put(index)
+        raw.expire(KEY, 86_400)
+        raw.replicaof("127.0.0.1", "1")
+        for _ in range(2 * NUM_BUCKETS // MAX_BUCKETS_PER_STEP):
+            assert await index.sweep() == 0
+        assert (await index.holders("acme", [CHUNK]))[0]
+        raw.replicaof("NO", "ONE")
+        for _ in range(2 * NUM_BUCKETS // MAX_BUCKETS_PER_STEP):
+            await index.sweep()
+        assert raw.ttl(KEY) == -1
+        await index.close()
+
+
+async def test_sweeping_writes_nothing_where_nothing_is_dead(index: RedisIndex, raw: redis.Redis) -> None:
+    await put(index)
+    raw.config_resetstat()
+    for _ in range(2 * NUM_BUCKETS // MAX_BUCKETS_PER_STEP):
+        await index.sweep()
+    used = {name.removeprefix("cmdstat_") for name in raw.info("commandstats")}
+    assert "hscan" in used
+    assert used.isdisjoint({"persist", "unlink", "del", "hdel", "hset", "set"})
+
+
+async def test_a_full_redis_is_swept_where_a_chunk_keeps_another_holder() -> None:
+    """To write down who is left takes no more room than there was."""
+    with running_redis() as server, server.client() as raw:
+        index = RedisIndex(server.url, RedisIndexOptions(read_timeout_s=2, write_timeout_s=2))
+        await put(index, "a")
+        await put(index, "b")
+        await index.end("acme", "a")
+        raw.config_set("maxmemory", "1")
+        swept = [await index.sweep() for _ in range(2 * NUM_BUCKETS // MAX_BUCKETS_PER_STEP)]
+        assert sum(swept) == 1
+        assert [holder.instance for holder in (await index.holders("acme", [CHUNK]))[0]] == ["b"]
+        await index.close()
 
 
 async def test_leases_that_are_not_ours_are_unavailability(index: RedisIndex, raw: redis.Redis) -> None:

@@ -9,9 +9,11 @@ import pytest_asyncio
 from lmcache_core.security.tls import TlsFiles
 from lmcache_lookup.index.redis_node import Command, RedisNode
 from lmcache_lookup.index.redis_urls import read_redis_url
+from lmcache_servicekit.redis_target import describe_failure
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import ResponseError
 
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import running_redis
 
 NUM_LARGE = 300
@@ -35,13 +37,34 @@ async def test_refusals_stand_between_answers(node: RedisNode) -> None:
     assert await node.exchange([Command("a", ("GET", "a"))]) == [b"2"]
 
 
-async def test_a_server_that_is_no_master_any_more_is_left(node: RedisNode) -> None:
-    """Whatever it has answered before: sentinels are asked anew for each connection."""
-    await node.exchange([Command("a", ("REPLICAOF", "127.0.0.1", "1"))])
-    number = await node.exchange([Command("a", ("CLIENT", "ID"))])
-    with pytest.raises(LostConnectionError):
-        await node.exchange([Command("a", ("GET", "a")), Command("a", ("SET", "a", "1"))])
-    assert await node.exchange([Command("a", ("CLIENT", "ID"))]) != number
+@pytest.mark.parametrize(
+    ("wanted", "settings"),
+    [
+        ("is read-only", ("REPLICAOF", "127.0.0.1", "1")),
+        ("is full", ("CONFIG", "SET", "maxmemory", "1")),
+        ("refuses a command", ("CONFIG", "SET", "min-replicas-to-write", "1")),
+    ],
+)
+async def test_a_refused_write_does_not_cost_the_answers_sent_with_it(node: RedisNode, wanted: str, settings: tuple[str, ...]) -> None:
+    await node.exchange([Command("a", ("SET", "a", "1")), Command("a", settings)])
+    words = [("GET", "a"), ("SET", "a", "2"), ("GET", "a"), ("SET", "a", "3")]
+    first, refused, second, refused_too = await node.exchange([Command("a", one) for one in words])
+    assert (first, second) == (b"1", b"1")
+    for answer in (refused, refused_too):
+        assert isinstance(answer, ResponseError)
+        assert wanted in describe_failure("redis", answer, 1.0)
+
+
+async def test_a_server_that_sentinels_no_longer_call_master_is_left() -> None:
+    """Sentinels are asked again for each new connection, so a read-only server's one is closed."""
+    with watched_redis(down_after_ms=10_000) as watched:
+        node = read_redis_url(watched.url, TlsFiles()).node(5)
+        await node.exchange([Command("a", ("REPLICAOF", "127.0.0.1", "1"))])
+        number = await node.exchange([Command("a", ("CLIENT", "ID"))])
+        with pytest.raises(LostConnectionError):
+            await node.exchange([Command("a", ("GET", "a")), Command("a", ("SET", "a", "1"))])
+        assert await node.exchange([Command("a", ("CLIENT", "ID"))]) != number
+        await node.close()
 
 
 async def test_answers_that_come_in_many_pieces_are_whole_and_in_order(node: RedisNode) -> None:

@@ -10,7 +10,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.wire.backoff import Backoff
 from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim, LookupIndex, create_index
 from lmcache_lookup.index.base import RefusedError
-from lmcache_lookup.index.embedded import SWEEP_CHUNKS, EmbeddedIndex
+from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
 from lmcache_lookup.index.guarded import FAILURES_BEFORE_PAUSE, GuardedIndex
 from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_of
 from lmcache_lookup.index.redis_urls import read_redis_url
@@ -131,6 +131,62 @@ async def test_a_full_embedded_index_forgets_chunks_of_the_tenant_with_the_most(
     assert (known["small"], sum(known.values())) == (100, 1000)
     assert min(known["large"], known["late"], known["later"]) >= 1000 // len(known)
     assert [len(found) for found in await index.holders("large", ids)].index(1) == 3000 - known["large"]
+
+
+class Tenants:
+    """Stores numbered chunks of many tenants in a full index."""
+
+    def __init__(self, index: EmbeddedIndex) -> None:
+        self._index = index
+        self._num_stored: Counter[tuple[str, str]] = Counter()
+
+    async def store(self, tenant: str, count: int, instance: str = "i", ttl_ms: int = 10**9) -> None:
+        first = self._num_stored[tenant, instance]
+        await self._index.renew(tenant, LeaseClaim(instance, 1, "sidecar", ttl_ms))
+        ids = [instance.encode() * 8 + number.to_bytes(8, "big") for number in range(first, first + count)]
+        events = [IndexEvent("store", tenant, chunk_id, "hot", 1) for chunk_id in ids]
+        assert not (await self._index.apply(tenant, EventBatch(instance, 1, first, events))).resync
+        self._num_stored[tenant, instance] += count
+
+    async def sizes(self, *tenants: str) -> list[int]:
+        return [(await self._index.stats(tenant)).num_chunks for tenant in tenants]
+
+
+async def test_a_tenant_that_shrank_gives_up_no_more_chunks_than_the_largest() -> None:
+    """Its dead chunks were swept after it was found to be the one with the most."""
+    clock = FakeClock()
+    index = EmbeddedIndex(10_000, 100, clock=clock)
+    tenants = Tenants(index)
+    await tenants.store("a", 3000)
+    await tenants.store("a", 5500, "j", ttl_ms=1000)
+    for number in range(20):
+        await tenants.store(f"s{number}", 75)
+    await tenants.store("s0", 5)
+    clock.now_s += 5
+    for _ in range(40):
+        await index.sweep()
+    await tenants.store("b", 10_000 - sum(await tenants.sizes(*await index.tenants())))
+    before = await tenants.sizes("a", "b")
+    assert before[0] < before[1]
+    await tenants.store("c", 300)
+    after = await tenants.sizes("a", "b")
+    assert before[0] - after[0] <= DROPS_PER_LOOK
+    assert sum(before) - sum(after) == 300
+
+
+async def test_the_largest_tenants_of_a_full_index_shrink_together() -> None:
+    index = EmbeddedIndex(10_000, 100)
+    tenants = Tenants(index)
+    await tenants.store("a", 4000)
+    await tenants.store("b", 3990)
+    for number in range(20):
+        await tenants.store(f"s{number}", 100)
+    await tenants.store("c", 10)
+    for _ in range(10):
+        await tenants.store("c", 100)
+    a, b = await tenants.sizes("a", "b")
+    assert abs(a - b) <= DROPS_PER_LOOK
+    assert await tenants.sizes("s0", "s19", "c") == [100, 100, 1010]
 
 
 async def test_sweeping_keeps_the_order_and_looks_at_a_bounded_number() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import uvicorn
@@ -245,6 +248,88 @@ async def test_a_caller_that_does_not_read_its_answers_is_let_go(monkeypatch: py
                 await asyncio.sleep(0.02)
         assert num_read > size
         writer.close()
+
+
+def _blocking_caller(port: int) -> socket.socket:
+    """A caller with little room for what it does not read."""
+    caller = socket.socket()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.connect(("127.0.0.1", port))
+    return caller
+
+
+@contextmanager
+def serving_on(loop: str, app: App) -> Iterator[Server]:
+    """A server in a thread of its own, on a loop of this kind, with little room for what waits to be sent."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    config = uvicorn.Config(app, http=BoundedHttpProtocol, loop=loop, lifespan="off", ws="none", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        _wait_for(lambda: server.started)
+        yield Server(server, listener.getsockname()[1])
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(PATIENCE_S)
+        listener.close()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _of_size(size: int) -> App:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size, "more_body": scope["path"] == "/fails"})
+        if scope["path"] == "/fails":
+            raise OSError("nothing more to read")
+
+    return answer
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_caller_that_reads_a_little_of_its_last_answer_is_let_go(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    """Reading below the mark at which writing resumes does not lift the time limit from a closing connection."""
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
+    with serving_on(loop, _of_size(200_000)) as server, _blocking_caller(server.port) as caller:
+        caller.sendall(SHORTEST + b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        _wait_for(lambda: server.num_connections == 1)
+        transport = server.protocol.transport
+        while not (transport.is_closing() and transport.get_write_buffer_size() <= 16 << 10):
+            assert caller.recv(2048)
+            time.sleep(0.002)
+        assert transport.get_write_buffer_size() > 0
+        _wait_for(lambda: server.num_connections == 0)
+
+
+@pytest.mark.parametrize("end", ["a request that cannot be parsed", "a handler that fails", "a caller's end of file"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_connection_closed_in_the_middle_does_not_wait_for_its_caller(monkeypatch: pytest.MonkeyPatch, loop: str, end: str) -> None:
+    """Too few bytes wait to pause writing, which is where the limit usually begins."""
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
+    with serving_on(loop, _of_size(60_000)) as server, _blocking_caller(server.port) as caller:
+        caller.sendall(b"GET /fails HTTP/1.1\r\n\r\n" if "fails" in end else SHORTEST)
+        _wait_for(lambda: server.num_connections == 1)
+        transport = server.protocol.transport
+        _wait_for(lambda: transport.get_write_buffer_size() > 0)
+        if "parsed" in end:
+            caller.sendall(b"\0\r\n\r\n")
+        elif "file" in end:
+            caller.shutdown(socket.SHUT_WR)
+        _wait_for(transport.is_closing)
+        assert transport.get_write_buffer_size() > 0
+        _wait_for(lambda: server.num_connections == 0)
 
 
 async def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Request line and headers; also what a chunked body may take beside its bytes, or beside eight times as many."""
@@ -69,6 +72,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Bytes that were read and are not parsed yet."""
         return len(self._held)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app = self._bounded(self.app)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
@@ -92,6 +99,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         self._idle.pop(self, None)
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Bound what waits to be sent: the transport closes itself after this."""
+        super().eof_received()
+        self._bound_writing()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -144,11 +156,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See `asyncio.Protocol`."""
         self._stop_write_timer()
         super().resume_writing()
+        # Below the low-water mark is not empty, and a transport that is closing is never paused again.
+        self._bound_closing()
 
     def timeout_keep_alive_handler(self) -> None:
         """End a connection on which nothing was asked for a while."""
         super().timeout_keep_alive_handler()
         self._bound_writing()
+
+    def _bounded(self, app: ASGI3Application) -> ASGI3Application:
+        """Bound the closing of a connection whose handler ends before its answer does."""
+
+        async def bounded(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                if not self.cycle.response_complete:
+                    # The HTTP library closes the connection once this has returned or raised.
+                    self.loop.call_soon(self._bound_closing)
+
+        return bounded
+
+    def _bound_closing(self) -> None:
+        if self.transport.is_closing():
+            self._bound_writing()
 
     def _bound_writing(self) -> None:
         """A transport that is closed, or a handler that sends, waits for the caller to read, for ever if need be."""
@@ -172,6 +203,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._check_overhead()
         if self.transport.is_closing():
             self._held = memoryview(b"")
+            self._bound_writing()
         elif self._held:
             self.flow.pause_reading()
         elif self.cycle is None or self.cycle.response_complete:

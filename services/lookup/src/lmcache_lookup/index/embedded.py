@@ -23,6 +23,8 @@ from lmcache_lookup.index.base import (
 )
 
 SWEEP_CHUNKS: Final = 1024
+DROPS_PER_LOOK: Final = 64
+"""Chunks that the tenant with the most gives up before all tenants are compared again."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class EmbeddedIndex(LookupIndex):
     """Bounded dictionaries.
 
     A tenant with too many chunks forgets the one that it stored longest ago. Where all of them
-    together have too many, one with the most does.
+    together have too many, one with the most does, which is looked for again after 64 such losses.
 
     Args:
         max_chunks: Bound on chunks, over all tenants.
@@ -101,6 +103,7 @@ class EmbeddedIndex(LookupIndex):
         self._tenants: dict[str, _TenantChunks] = {}
         self._num_chunks = 0
         self._largest = _TenantChunks()
+        self._drops_left = 0
         self._to_sweep: deque[str] = deque()
         self._cleared: deque[_TenantChunks] = deque()
 
@@ -250,11 +253,22 @@ class EmbeddedIndex(LookupIndex):
             chunks.drop_oldest()
             self._num_chunks -= 1
         elif self._num_chunks > self._max_chunks:
-            # All tenants are looked at once for most batches: their events are of one tenant.
-            if len(self._largest) < max(len(chunks), self._num_chunks / len(self._tenants)):
-                self._largest = max(self._tenants.values(), key=len)
+            self._find_largest(len(chunks))
             self._largest.drop_oldest()
+            self._drops_left -= 1
             self._num_chunks -= 1
+
+    def _find_largest(self, num_growing: int) -> None:
+        """Compare all tenants only now and then: what was found is kept while it is near the truth.
+
+        Args:
+            num_growing: Chunks of the tenant that has just stored one.
+        """
+        fair_share = self._num_chunks / len(self._tenants)
+        too_small = max(num_growing - 1, fair_share - DROPS_PER_LOOK, 0)
+        if not self._drops_left or len(self._largest) <= too_small:
+            self._largest = max(self._tenants.values(), key=len)
+            self._drops_left = DROPS_PER_LOOK
 
     def _holders_of(self, entries: _Entries) -> list[Holder]:
         return [

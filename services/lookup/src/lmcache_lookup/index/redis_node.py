@@ -11,6 +11,7 @@ import hiredis
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import UnavailableError
 from lmcache_servicekit.redis_target import describe_failure
+from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError, ResponseError
 
@@ -204,8 +205,8 @@ async def _take_what_came(connection: Any, answers: list[Any], num_wanted: int) 
         answer: Any = reader.gets(False)
         if isinstance(answer, LostConnectionError):
             raise answer
-        if isinstance(answer, ReadOnlyError):
-            # As redis-py does where sentinels say who the master is: a new connection asks them again.
+        if isinstance(answer, ReadOnlyError) and isinstance(connection, SentinelManagedConnection):
+            # As redis-py does with a first answer: a new connection asks the sentinels again.
             raise LostConnectionError("the server is no master any more")
         if isinstance(answer, hiredis.PushNotification):
             await parser.handle_push_response(answer)

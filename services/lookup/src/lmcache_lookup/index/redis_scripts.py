@@ -210,7 +210,9 @@ for i = 1, #ARGV, 2 do
     if string.sub(old, at, at + 11) == ARGV[i + 1] then gone = gone + 1 else kept[#kept + 1] = string.sub(old, at, stop) end
     at = stop + 1
   end
-  if #kept > 0 then redis.call('HSET', KEYS[1], ARGV[i], table.concat(kept)) else redis.call('HDEL', KEYS[1], ARGV[i]) end
+  -- Deleted first for the same reason as a lease that is renewed (see `RENEW`): a Redis without room must be swept, too.
+  redis.call('HDEL', KEYS[1], ARGV[i])
+  if #kept > 0 then redis.call('HSET', KEYS[1], ARGV[i], table.concat(kept)) end
 end
 return gone
 """)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
+from redis.exceptions import ResponseError
+
 from lmcache_lookup.index import redis_scripts as scripts
 from lmcache_lookup.index.live_table import LiveTable
 from lmcache_lookup.index.packing import NUM_BUCKETS, TENANTS_KEY, bucket_key, pack_identity, unpack_holders
@@ -60,9 +62,11 @@ class BucketSweeper:
             self._bucket = next(self._buckets, None)
 
     async def _page(self, bucket: str) -> dict[bytes, bytes]:
-        # Buckets of 0.1.0 expire a day after the last change, although what they name may be held for longer.
         look = Command(bucket, ("HSCAN", bucket, self._cursor, "COUNT", SWEEP_PAGE_CHUNKS))
-        answer: Any = (await self._shards.many([look, Command(bucket, ("PERSIST", bucket))]))[0]
+        answer: Any
+        answer, ttl_ms = await self._shards.many([look, Command(bucket, ("PTTL", bucket))])
+        if ttl_ms > 0:
+            await self._keep(bucket)
         if answer is None:
             logger.warning("deleting a foreign value in the place of a bucket: key=%s", bucket)
             await self._shards.many([Command(bucket, ("UNLINK", bucket))])
@@ -70,6 +74,17 @@ class BucketSweeper:
             return {}
         self._cursor, flat = answer
         return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def _keep(self, bucket: str) -> None:
+        """Take the time to live off a bucket of 0.1.0, which counts from the last change.
+
+        What the bucket names may be held for longer.
+        """
+        try:
+            await self._shards.many([Command(bucket, ("PERSIST", bucket))])
+        except ResponseError as exc:
+            # The next round tries again.
+            logger.debug("bucket keeps its time to live: key=%s error=%s", bucket, type(exc).__name__)
 
     async def _prune(self, bucket: str, page: dict[bytes, bytes]) -> int:
         """The leases are read after the entries: whoever wrote them had its lease before."""
