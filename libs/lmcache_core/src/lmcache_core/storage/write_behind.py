@@ -193,7 +193,7 @@ class WriteBehind:
             known = await self._backend.batched_contains([chunk.key for chunk in batch])
             fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
             await seal_all(fresh)
-            answers = iter(await self._backend.batched_put(fresh))
+            answers = iter(await self._backend.batched_put(fresh) if fresh else [])
             kept = [is_known or next(answers) for is_known in known]
             if self._unwanted:
                 await self._backend.batched_remove(list(self._unwanted))
