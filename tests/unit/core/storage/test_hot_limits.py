@@ -256,3 +256,17 @@ def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
     memory = receive(hot, "small")
     assert memory is not None
     memory.ref_count_down()
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
+@pytest.mark.parametrize("slots", [2, 8, 32])
+def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(removed, policy, slots):
+    """Readers hold chunks in so many places that no run of free memory is long enough."""
+    num_slots = 64
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(num_slots * SLOT_BYTES), create_policy(policy), removed.append)
+    keys = put(hot, *range(num_slots))
+    held = hot.get_many(keys[:: slots // 2])
+    assert hot.receive(slots * SLOT_BYTES, "default") is None
+    assert len(removed) <= slots + min(slots, num_slots // 8)
+    for chunk in held:
+        chunk.release()

@@ -27,6 +27,9 @@ RECEIVING_SHARE = 2
 """What is on its way in for one tenant may hold one part in this many of the memory."""
 KEPT_SHARE = 4
 """One part in this many is not lent to what is on its way in, of any tenant."""
+GAPS_SHARE = 8
+"""For what a tenant announces, chunks of its size are given up, and as much again but no more than one
+part in this many of the memory, since what they leave free may lie in several places."""
 REMOVED_AT_ONCE = 1024
 """Chunks that a removal on an event loop takes before others have their turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
@@ -125,7 +128,8 @@ class LocalCPUBackend(StorageBackend):
             tenant: The tenant that will store it.
 
         Returns:
-            None when there is no room, or no more for that tenant; nothing was then given up for it by others.
+            None when there is no room, or no more for that tenant. In the second case others have given up
+            nothing; in the first, chunks of about its size, at most twice that (see `GAPS_SHARE`).
         """
         gone: list[ChunkKey] = []
         with self._lock:
@@ -137,10 +141,12 @@ class LocalCPUBackend(StorageBackend):
                 memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
                 if memory_obj is None:
                     is_over = self._table.is_over_quota(tenant, own + num_bytes)
+                    held_bytes = self._table.used_bytes
+                    most_bytes = num_bytes + min(num_bytes, self._memory.capacity_bytes // GAPS_SHARE)
                     for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
                         gone.append(key)
                         memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-                        if memory_obj is not None:
+                        if memory_obj is not None or held_bytes - self._table.used_bytes >= most_bytes:
                             break
             if memory_obj is None:
                 self._num_failed_allocations += 1

@@ -154,7 +154,7 @@ class BreakerBackend(WrapperBackend):
         self._breaker = _Breaker(backend.name, self._options, clock)
         self._writes = _Breaker(f"{backend.name} (writes)", replace(self._options, num_failures=1), clock)
         lister = lister_of(backend)
-        self._lister = lister if isinstance(lister, StorageBackend) else None
+        self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
 
     @property
     def is_open(self) -> bool:
