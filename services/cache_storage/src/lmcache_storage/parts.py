@@ -58,7 +58,7 @@ class StorageParts:
     @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
-        return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
+        return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     async def page(self, tenant: str, begin: int, end: int) -> tuple[list[tuple[ChunkKey, int, list[str]]], int]:
         """Part of what `holdings` returns, and how many there are.

@@ -93,7 +93,7 @@ class SidecarParts:
     @property
     def is_settled(self) -> bool:
         """Whether everything stored has been written below and reported to lookup."""
-        return self.stack.num_pending_bytes == 0 and (self.reporter is None or self.reporter.synced)
+        return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     def takes_handovers(self) -> bool:
         """Whether peers may put chunks here just now."""

@@ -261,3 +261,100 @@ async def test_one_line_per_change(breaker: BreakerBackend, inner: Moody, clock:
         "tier Moody is bypassed after 3 failures, the last: gone",
         "tier Moody answers again",
     ]
+
+
+class Knowing(Moody):
+    """Knows what it holds, so that it answers for known chunks without its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[ChunkKey, int] = {}
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [key in self.names for key in keys]
+
+    async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+        if any(chunk.key not in self.names for chunk in chunks):
+            await self._call()
+            self.names |= {chunk.key: chunk.num_bytes for chunk in chunks}
+        return [True] * len(chunks)
+
+    async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        known = [key for key in keys if key in self.names]
+        if known:
+            await self._call()
+        for key in known:
+            del self.names[key]
+        return len(known)
+
+    async def clear(self, tenant: str | None = None) -> int:
+        return await self.batched_remove(list(self.names))
+
+    def keys(self) -> list[ChunkKey]:
+        return list(self.names)
+
+    def held(self) -> list[tuple[ChunkKey, int]]:
+        return list(self.names.items())
+
+
+async def hang_a_put(clock: Clock) -> tuple[Knowing, BreakerBackend]:
+    inner = Knowing()
+    breaker = BreakerBackend(inner, clock, BreakerOptions(timeout_s=0.05, cool_down_s=1.0))
+    assert await breaker.batched_put([make_chunk("known")]) == [True]
+    inner.gate = asyncio.Event()
+    assert await breaker.batched_put([make_chunk("fresh")]) == [False]
+    assert breaker.is_open
+    clock.now += 1.01
+    return inner, breaker
+
+
+@pytest.mark.parametrize("names", [[], ["known"]], ids=["no chunks", "known chunks"])
+async def test_a_put_that_asks_no_device_does_not_end_the_bypass(clock: Clock, names: list[str]) -> None:
+    inner, breaker = await hang_a_put(clock)
+    assert await breaker.batched_put([make_chunk(name) for name in names]) == [True] * len(names)
+    assert breaker.is_open
+    inner.gate = None
+    assert await breaker.batched_put([make_chunk("fresh")]) == [True], "the next put is the probe"
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("call", ["contains", "get", "put", "remove"])
+async def test_a_call_for_no_chunks_is_no_probe(breaker: BreakerBackend, inner: Moody, clock: Clock, call: str) -> None:
+    await trip(breaker, inner)
+    clock.now += 1.01
+    inner.error, inner.results = None, []
+    num_calls = inner.num_calls
+    calls = {
+        "contains": lambda: breaker.batched_contains([]),
+        "get": lambda: breaker.batched_get([], plain),
+        "put": lambda: breaker.batched_put([]),
+        "remove": lambda: breaker.batched_remove([]),
+    }
+    assert not await calls[call]()
+    assert breaker.is_open
+    assert inner.num_calls == num_calls
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+async def test_a_removal_of_nothing_is_no_success_of_a_device(clock: Clock, call: str) -> None:
+    inner = Knowing()
+    breaker = BreakerBackend(inner, clock, OPTIONS)
+    inner.error = UnavailableError("gone")
+    for name in range(OPTIONS.num_failures):
+        await breaker.batched_put([make_chunk(name)])
+    assert breaker.is_open
+    clock.now += 1.01
+    assert await (breaker.batched_remove(KEYS) if call == "remove" else breaker.clear()) == 0
+    assert breaker.is_open
+
+
+async def test_what_a_hung_put_has_kept_counts_as_kept(clock: Clock) -> None:
+    class Partial(Knowing):
+        async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
+            self.names[chunks[0].key] = chunks[0].num_bytes
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    breaker = BreakerBackend(Partial(), clock, BreakerOptions(timeout_s=0.05))
+    assert await breaker.batched_put([make_chunk(1), make_chunk(2)]) == [True, False]
+    assert breaker.is_open

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryObj
@@ -256,3 +258,59 @@ def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
     memory = receive(hot, "small")
     assert memory is not None
     memory.ref_count_down()
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
+@pytest.mark.parametrize("slots", [2, 8, 32])
+def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(removed, policy, slots):
+    """Readers hold chunks in so many places that no run of free memory is long enough."""
+    num_slots = 64
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(num_slots * SLOT_BYTES), create_policy(policy), removed.append)
+    keys = put(hot, *range(num_slots))
+    held = hot.get_many(keys[:: slots // 2])
+    assert hot.receive(slots * SLOT_BYTES, "default") is None
+    assert len(removed) <= slots + min(slots, num_slots // 8)
+    for chunk in held:
+        chunk.release()
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
+@pytest.mark.parametrize("listing", ["held", "hottest", "keys", "clear_now"])
+def test_a_listing_lets_others_in(monkeypatch: pytest.MonkeyPatch, policy: str, listing: str) -> None:
+    """The engine's thread and the event loop wait for the tier's lock, however much it holds."""
+    monkeypatch.setattr("lmcache_core.storage.hot.LISTED_AT_ONCE", 4)
+    monkeypatch.setattr("lmcache_core.storage.hot.REMOVED_AT_ONCE", 4)
+    num_looks: list[int] = []
+
+    def clock() -> float:
+        if num_looks:
+            num_looks[-1] += hot._lock.locked()
+        return 1000.0
+
+    class Lock:
+        """The tier's lock, which begins a new count whenever it is taken."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.locked = self.lock.locked
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+            num_looks.append(0)
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    num_chunks = 40
+    arena = ArenaAllocator.anonymous(num_chunks * SLOT_BYTES)
+    hot = LocalCPUBackend(arena, create_policy(policy), limits=TierLimits(ttl_s=10), clock=clock)
+    keys = put(hot, *range(num_chunks))
+    monkeypatch.setattr(hot, "_lock", Lock())
+    found = getattr(hot, listing)()
+    if listing == "clear_now":
+        assert found == num_chunks
+        assert len(num_looks) > num_chunks // 4
+    else:
+        assert {entry[0] if listing != "keys" else entry for entry in found} == set(keys)
+        assert sum(num_looks) >= num_chunks
+        assert max(num_looks) <= 4

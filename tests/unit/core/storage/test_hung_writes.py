@@ -102,6 +102,20 @@ async def test_while_it_hangs_stores_go_on(stack: TierStack, files: Hanging) -> 
     assert files.num_begun == DEFAULT_NUM_THREADS
 
 
+async def test_storing_what_the_disk_has_does_not_end_the_bypass(stack: TierStack, files: Hanging) -> None:
+    files.may_write.set()
+    await put(stack, "known")
+    assert await stack.drain(WAIT_S)
+    files.may_write.clear()
+    await put(stack, "fresh")
+    await until(lambda: figures(stack)["breaker_open"])
+    for _ in range(6):
+        await asyncio.sleep(0.45)  # the longest cool-down is over
+        await put(stack, "known")
+        assert await stack.drain(WAIT_S)
+        assert figures(stack)["breaker_open"]
+
+
 async def test_bytes_that_a_hung_write_reads_are_not_used_again(stack: TierStack, files: Hanging, tmp_path: Path) -> None:
     await put(stack, *range(NUM_CHUNKS))
     await until(lambda: figures(stack)["breaker_open"])
@@ -126,6 +140,38 @@ async def test_when_the_disk_is_well_again_it_is_written_to(stack: TierStack, fi
         while not await is_kept():
             await asyncio.sleep(0.05)
     assert not figures(stack)["breaker_open"]
+
+
+async def test_what_reached_the_disk_although_another_write_hung_is_announced(tmp_path: Path, arena: ArenaAllocator) -> None:
+    class OneHangs(Hanging):
+        def write(self, fd, buffers):
+            self.num_begun += 1
+            if self.num_begun == 1:
+                assert self.may_write.wait(60)
+            DiskFiles.write(self, fd, buffers)
+
+    told: list[str] = []
+
+    class Listener:
+        def stored(self, key, tier, num_bytes):
+            told.append(tier)
+
+    files = OneHangs()
+    disk = LocalDiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+    tier = BreakerBackend(disk, options=BreakerOptions(timeout_s=1.0))
+    hot = LocalCPUBackend(arena, create_policy())
+    stack = TierStack(hot, [tier], listener=Listener())
+    await stack.open()
+    chunks = [make_chunk(i, payload=make_payload(i, PAYLOAD_BYTES), allocate=stack.allocate) for i in range(16)]
+    await stack.batched_put(chunks)
+    for chunk in chunks:
+        chunk.release()
+    assert await stack.drain(WAIT_S)
+    assert len(disk.held()) == 15
+    assert told.count(disk.name) == 15
+    assert figures(stack)["unkept_writes"] == 1
+    files.may_write.set()
+    await stack.close()
 
 
 @pytest.mark.parametrize("how", ["remove", "clear"])

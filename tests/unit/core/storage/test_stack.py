@@ -398,3 +398,31 @@ async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     with pytest.raises(UnavailableError):
         await disk.batched_get([make_key("a")], arena.allocate)
     let_go.set()
+
+
+async def test_a_stack_is_writing_while_chunks_wait_by_name(arena: ArenaAllocator, tmp_path: Path) -> None:
+    """Between two batches no bytes may be pending although the rest of a long store still waits."""
+    disk = LocalDiskBackend(tmp_path, 1 << 22)
+    hot = LocalCPUBackend(arena, create_policy())
+    stack = TierStack(hot, [disk], pending_bytes={disk.name: 17 * CHUNK_BYTES})
+    await stack.open()
+    names = [f"n{i}" for i in range(200)]
+    assert not stack.is_writing
+    assert all(await put(stack, *names))
+    most_names = 0
+    while stack.is_writing:
+        most_names = max(most_names, stack.num_waiting_names)
+        await asyncio.sleep(0)
+    assert most_names > 100
+    assert len(disk.held()) == len(names)
+    assert stack.num_waiting_names == stack.num_pending_bytes == 0
+    await stack.close()
+    assert not stack.is_writing
+
+
+async def test_a_closed_stack_writes_nothing_more(stack: TierStack, disk: Disk) -> None:
+    disk.delay_s = 30.0
+    await put(stack, *[f"n{i}" for i in range(600)])
+    assert stack.is_writing
+    await stack.close()
+    assert not stack.is_writing

@@ -146,3 +146,17 @@ async def test_the_end_of_a_sidecar_is_a_drain(tmp_path: Path) -> None:
         await until_not_written(parts)
         (tmp_path / "shared").mkdir()
     assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
+
+
+async def test_it_is_not_settled_while_chunks_wait_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_core.storage.stack.DEFAULT_PENDING_SHARE", 64)
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared"
+    async with serving(tmp_path, remote_url=url) as (_, parts):
+        keys = [key_of(hash_of(i)) for i in range(200)]
+        await store(parts, *keys)
+        assert parts.stack.num_waiting_names
+        async with asyncio.timeout(30):
+            while not parts.is_settled:
+                await asyncio.sleep(0)
+        assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(keys)

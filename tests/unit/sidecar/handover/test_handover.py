@@ -96,7 +96,7 @@ async def hand_over(hot: LocalCPUBackend, *sources: Place, seconds: float = 5.0,
     await handover.close()
     assert all(source.num_closed for source in sources)
     hot.check_integrity()
-    assert all(chunk.memory.get_ref_count() == 1 for _, chunk in hot._table.items()), "every reference is given back"
+    assert all(held.num_holders == 0 for held in hot.peek_many(hot.keys())), "every reference is given back"
     assert progress.left >= 0
     return progress
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lmcache_core.errors import IntegrityError
@@ -27,8 +27,13 @@ RECEIVING_SHARE = 2
 """What is on its way in for one tenant may hold one part in this many of the memory."""
 KEPT_SHARE = 4
 """One part in this many is not lent to what is on its way in, of any tenant."""
+GAPS_SHARE = 8
+"""For what a tenant announces, chunks of its size are given up, and as much again but no more than one
+part in this many of the memory, since what they leave free may lie in several places."""
+LISTED_AT_ONCE = 1024
+"""Chunks that a listing looks at before it lets go of the lock."""
 REMOVED_AT_ONCE = 1024
-"""Chunks that a removal on an event loop takes before others have their turn."""
+"""Chunks that a removal takes before others have their turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
 MAX_EXPIRED_PER_CALL = 16
 """Chunks whose time is over that a call forgets on its way; more than one, so that they do not pile up."""
@@ -125,7 +130,8 @@ class LocalCPUBackend(StorageBackend):
             tenant: The tenant that will store it.
 
         Returns:
-            None when there is no room, or no more for that tenant; nothing was then given up for it by others.
+            None when there is no room, or no more for that tenant. In the second case others have given up
+            nothing; in the first, chunks of about its size, at most twice that (see `GAPS_SHARE`).
         """
         gone: list[ChunkKey] = []
         with self._lock:
@@ -137,10 +143,12 @@ class LocalCPUBackend(StorageBackend):
                 memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
                 if memory_obj is None:
                     is_over = self._table.is_over_quota(tenant, own + num_bytes)
+                    held_bytes = self._table.used_bytes
+                    most_bytes = num_bytes + min(num_bytes, self._memory.capacity_bytes // GAPS_SHARE)
                     for key in self._table.give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
                         gone.append(key)
                         memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-                        if memory_obj is not None:
+                        if memory_obj is not None or held_bytes - self._table.used_bytes >= most_bytes:
                             break
             if memory_obj is None:
                 self._num_failed_allocations += 1
@@ -229,12 +237,14 @@ class LocalCPUBackend(StorageBackend):
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:
-            return [(key, chunk.num_bytes) for key, chunk in self._table.items() if self._table.find(key) is not None]
+            keys = self._table.all_keys()
+        return self._sizes(keys)
 
     def hottest(self) -> list[tuple[ChunkKey, int]]:
         """Like `held`, roughly what would be evicted last first."""
         with self._lock:
-            return [(chunk.key, chunk.num_bytes) for chunk in self._table.hottest()]
+            keys = self._table.coldest_first()
+        return self._sizes(keys[::-1])
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
         """What there is to tell of chunks. Does not count as an access."""
@@ -244,9 +254,7 @@ class LocalCPUBackend(StorageBackend):
 
     def clear_now(self, tenant: str | None = None) -> int:
         """Forget everything (of that tenant); the number of chunks."""
-        with self._lock:
-            keys = [key for key, _ in self._table.items() if tenant is None or key.tenant == tenant]
-        return self.remove_many(keys)
+        return sum(self._clear_in_parts(tenant))
 
     def stats(self) -> dict[str, int]:
         """See `StorageBackend.stats`; `arena_used_bytes` also counts memory that is not (or no longer) a chunk of this tier."""
@@ -275,7 +283,7 @@ class LocalCPUBackend(StorageBackend):
     async def close(self) -> None:
         """Give up every chunk, so that the arena is empty once readers let go. Not reported as removals."""
         with self._lock:
-            for key, _ in list(self._table.items()):
+            for key in self._table.all_keys():
                 self._table.remove(key)
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -296,11 +304,9 @@ class LocalCPUBackend(StorageBackend):
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`. What is stored meanwhile may go, too."""
-        with self._lock:
-            keys = [key for key, _ in self._table.items() if tenant is None or key.tenant == tenant]
         num_removed = 0
-        for begin in range(0, len(keys), REMOVED_AT_ONCE):
-            num_removed += self.remove_many(keys[begin : begin + REMOVED_AT_ONCE])
+        for num_in_part in self._clear_in_parts(tenant):
+            num_removed += num_in_part
             await asyncio.sleep(0)
         return num_removed
 
@@ -314,6 +320,24 @@ class LocalCPUBackend(StorageBackend):
             freed += part
             await asyncio.sleep(0)
         return freed
+
+    def _sizes(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+        """Return name and size of those chunks that would be served now."""
+        found: list[tuple[ChunkKey, int]] = []
+        for begin in range(0, len(keys), LISTED_AT_ONCE):
+            part = keys[begin : begin + LISTED_AT_ONCE]
+            with self._lock:
+                chunks = [self._table.find(key) for key in part]
+                found += [(chunk.key, chunk.num_bytes) for chunk in chunks if chunk is not None]
+        return found
+
+    def _clear_in_parts(self, tenant: str | None) -> Iterator[int]:
+        """Forget everything (of that tenant), and yield the number of chunks after each part."""
+        with self._lock:
+            keys = self._table.all_keys()
+        for begin in range(0, len(keys), REMOVED_AT_ONCE):
+            part = keys[begin : begin + REMOVED_AT_ONCE]
+            yield self.remove_many([key for key in part if tenant in (None, key.tenant)])
 
     def _put(self, chunk: Chunk) -> None:
         memory_obj = chunk.memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -140,14 +140,13 @@ class HotTable:
             self._drop(key)
             yield key
 
-    def hottest(self) -> list[Chunk]:
-        """Everything that may be served, roughly what would be given up last first."""
-        coldest_first = [self.find(key) for key in self._ledger.coldest_first()]
-        return [chunk for chunk in reversed(coldest_first) if chunk is not None]
+    def coldest_first(self) -> list[ChunkKey]:
+        """Return everything held, roughly what would be given up first first."""
+        return self._ledger.coldest_first()
 
-    def items(self) -> ItemsView[ChunkKey, Chunk]:
-        """Everything held, chunks whose time is over included."""
-        return self._chunks.items()
+    def all_keys(self) -> list[ChunkKey]:
+        """Return everything held, chunks whose time is over included."""
+        return list(self._chunks)
 
     def miss(self, key: ChunkKey) -> Miss:
         """The miss to report for a chunk that is not held."""

@@ -210,8 +210,18 @@ class TierStack:
 
     @property
     def num_pending_bytes(self) -> int:
-        """Bytes that still wait to be written to slower tiers."""
+        """Bytes of memory held for writes to slower tiers; zero does not mean that nothing waits: see `is_writing`."""
         return sum(writer.pending_bytes for writer in self._writers.values())
+
+    @property
+    def num_waiting_names(self) -> int:
+        """Chunks that wait by name alone for slower tiers, counted once per tier; their bytes are not pending yet."""
+        return sum(writer.num_waiting_names for writer in self._writers.values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether any accepted chunk has neither reached nor failed to reach a slower tier."""
+        return any(writer.is_writing for writer in self._writers.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Figures of every tier, by its name."""

@@ -70,6 +70,16 @@ class WriteBehind:
         self.num_dropped = 0
         self.num_failed = 0
 
+    @property
+    def num_waiting_names(self) -> int:
+        """Chunks that wait by name, until there is room for their bytes."""
+        return len(self._later)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything waits, by name or with its bytes, or is being written."""
+        return bool(self._pending or self._writing or self._later)
+
     def open(self) -> None:
         """Start the writer."""
         self._tasks.repeat("writer", self._write_forever, RESTART_S)
@@ -77,7 +87,8 @@ class WriteBehind:
     def offer(self, chunks: Sequence[Chunk]) -> None:
         """Write chunks soon, in order: as many from the first as there is room for, the others in later turns.
 
-        Takes a reference on each that waits. What can wait neither way, or comes after `close`, is dropped and counted.
+        Takes a reference on each chunk that waits with its bytes. A chunk is dropped and counted if there is no room
+        for its bytes or its name, or if the writer is closed.
         """
         num_taken = 0
         if not self._is_closed and not self._later:
@@ -193,7 +204,7 @@ class WriteBehind:
             known = await self._backend.batched_contains([chunk.key for chunk in batch])
             fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
             await seal_all(fresh)
-            answers = iter(await self._backend.batched_put(fresh))
+            answers = iter(await self._backend.batched_put(fresh) if fresh else [])
             kept = [is_known or next(answers) for is_known in known]
             if self._unwanted:
                 await self._backend.batched_remove(list(self._unwanted))

@@ -47,4 +47,4 @@ async def drain(parts: Parts, principal: AdminPrincipal, wait: bool = True) -> D
     parts.drain.begin()
     if wait:
         await parts.drain.run()
-    return DrainAnswer(draining=True, settled=parts.stack.num_pending_bytes == 0, drain=DrainView.of(parts.drain))
+    return DrainAnswer(draining=True, settled=not parts.stack.is_writing, drain=DrainView.of(parts.drain))

@@ -72,7 +72,7 @@ class Drain:
     @property
     def is_complete(self) -> bool:
         """Whether the last drain has left nothing that somebody could have taken."""
-        return self.state is DrainState.DONE and not self.moved.left and not self.moved.failed and not self._stack.num_pending_bytes
+        return self.state is DrainState.DONE and not self.moved.left and not self.moved.failed and not self._stack.is_writing
 
     async def _work(self, ended: asyncio.Event) -> None:
         now = asyncio.get_running_loop().time
@@ -102,16 +102,18 @@ class Drain:
         self.state = DrainState.DONE
         ended.set()
         moved = self.moved
-        is_loss = moved.left or moved.failed or self._stack.num_pending_bytes
+        is_loss = moved.left or moved.failed or self._stack.is_writing
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d there already, %d that nobody took, %d left; %d bytes not written",
+            "drained: %d chunks, %d of them handed over, %d there already, %d that nobody took, %d left; "
+            "%d bytes and %d more chunks not written",
             moved.total,
             moved.handed_over,
             moved.already_elsewhere,
             moved.failed,
             moved.left,
             self._stack.num_pending_bytes,
+            self._stack.num_waiting_names,
         )
 
 

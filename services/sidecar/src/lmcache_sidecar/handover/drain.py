@@ -76,7 +76,7 @@ class Drain:
 
     @property
     def _is_complete(self) -> bool:
-        return not self.progress.left and not self.progress.failed and not self._stack.num_pending_bytes
+        return not self.progress.left and not self.progress.failed and not self._stack.is_writing
 
     async def _drain(self, progress: DrainProgress, ended: asyncio.Event) -> None:
         try:
@@ -99,17 +99,18 @@ class Drain:
         finally:
             await self._handover.close()
         self._counters.add(metrics.DRAINED_CHUNKS_TOTAL, progress.left, "left")
-        num_pending_bytes = self._stack.num_pending_bytes
-        is_loss = num_pending_bytes or (
+        is_loss = self._stack.is_writing or (
             self._handover.has_takers and (progress.left or progress.failed)
         )  # with nobody to take them, chunks stay
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d that nobody took, %d left; %d bytes not written",
+            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d that nobody took, %d left; "
+            "%d bytes and %d more chunks not written",
             progress.total,
             progress.handed_over,
             progress.already_elsewhere,
             progress.failed,
             progress.left,
-            num_pending_bytes,
+            self._stack.num_pending_bytes,
+            self._stack.num_waiting_names,
         )

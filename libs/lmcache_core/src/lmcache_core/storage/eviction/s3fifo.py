@@ -104,8 +104,8 @@ class S3FIFOPolicy(EvictionPolicy):
 
     def coldest_first(self) -> list[ChunkKey]:
         """See `EvictionPolicy.coldest_first`."""
-        proven = {**self._main, **self._declined}
-        return [key for queue in (self._small, proven) for key in sorted(queue, key=lambda key: queue[key].num_reads)]
+        queues = (list(self._small.items()), [*self._main.items(), *self._declined.items()])
+        return [key for queue in queues for key, _ in sorted(queue, key=lambda entry: entry[1].num_reads)]
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues())

@@ -135,8 +135,12 @@ class BreakerBackend(WrapperBackend):
     so is a call that its caller gave up after `slow_call_s`; one whose caller had less time than that tells nothing. While open, calls
     return at once: misses with reason `breaker_open`, False, 0.
 
-    One put that does not end opens a breaker for writes alone, which only a put closes: reads of such a tier may be sound, and what it
-    answers from memory proves nothing. A tier must be safe to abandon: what it still reads after a cancelled put it keeps referenced.
+    One put that does not end opens a breaker for writes alone, which only a put closes: reads of such a tier may be sound. A tier must
+    be safe to abandon: what it still reads after a cancelled put it keeps referenced.
+
+    An answer that needed no device proves nothing about it, so it neither opens nor closes a breaker. A tier that lists its keys gives
+    such answers to `batched_contains`, to a put that adds no chunk, and to a get or removal that finds none; every tier does so to a
+    call without keys.
 
     Args:
         backend: What is wrapped.
@@ -149,7 +153,8 @@ class BreakerBackend(WrapperBackend):
         self._options = options or BreakerOptions()
         self._breaker = _Breaker(backend.name, self._options, clock)
         self._writes = _Breaker(f"{backend.name} (writes)", replace(self._options, num_failures=1), clock)
-        self._knows_its_keys = lister_of(backend) is not None
+        lister = lister_of(backend)
+        self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
 
     @property
     def is_open(self) -> bool:
@@ -158,15 +163,19 @@ class BreakerBackend(WrapperBackend):
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `StorageBackend.batched_contains`."""
+        if not keys:
+            return []
         if self._breaker.admit():
             async with self._attempt(self._options.timeout_s) as attempt:
                 found = await self._backend.batched_contains(keys)
-                attempt.tells_nothing = self._knows_its_keys  # answered from memory, whatever the device does
+                attempt.tells_nothing = self._lister is not None
                 return found
         return [False] * len(keys)
 
     async def batched_get(self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None) -> list[Result]:
         """See `StorageBackend.batched_get`."""
+        if not keys:
+            return []
         if not self._breaker.admit():
             return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
@@ -176,13 +185,16 @@ class BreakerBackend(WrapperBackend):
             trouble = [result.reason for result in results if isinstance(result, Miss) and result.reason in _TROUBLE]
             is_short = set(trouble) == {MissReason.DEADLINE} and timeout_s is not None and timeout_s < self._options.slow_call_s
             if not any(isinstance(result, Chunk) for result in results):
-                attempt.tells_nothing = is_short if trouble else self._knows_its_keys
+                attempt.tells_nothing = is_short if trouble else self._lister is not None
                 if trouble and not is_short:
                     attempt.fail(trouble[0].value)
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """See `StorageBackend.batched_put`."""
+        """Keep chunks; of a put that hung, those that the tier has by then."""
+        if not chunks:
+            return []
+        keys = [chunk.key for chunk in chunks]
         kept = [False] * len(chunks)
         if not self._writes.admit():
             return kept
@@ -190,26 +202,35 @@ class BreakerBackend(WrapperBackend):
             if self._breaker.admit():
                 limit_s = self._options.timeout_s + sum(chunk.num_bytes for chunk in chunks) / MIN_BYTES_PER_S
                 async with self._attempt(limit_s) as attempt:
+                    known = kept if self._lister is None else await self._lister.batched_contains(keys)
                     kept = await self._backend.batched_put(chunks)
-                    self._writes.succeeded()
+                    has_added = any(is_kept and not was for is_kept, was in zip(kept, known, strict=True))
+                    attempt.tells_nothing = self._lister is not None and not has_added
+                    if not attempt.tells_nothing:
+                        self._writes.succeeded()
                 if attempt.is_hung:
                     self._writes.failed(attempt.cause)
+                    kept = await self.batched_contains(keys)
         finally:
             self._writes.gave_up()
         return kept
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """See `StorageBackend.batched_remove`."""
-        if self._breaker.admit():
-            async with self._attempt(self._options.timeout_s + REMOVAL_S * len(keys)):
-                return await self._backend.batched_remove(keys)
+        if keys and self._breaker.admit():
+            async with self._attempt(self._options.timeout_s + REMOVAL_S * len(keys)) as attempt:
+                num_removed = await self._backend.batched_remove(keys)
+                attempt.tells_nothing = self._lister is not None and not num_removed
+                return num_removed
         return 0
 
     async def clear(self, tenant: str | None = None) -> int:
         """See `StorageBackend.clear`."""
         if self._breaker.admit():
-            async with self._attempt(CLEAR_TIMEOUT_S):
-                return await self._backend.clear(tenant)
+            async with self._attempt(CLEAR_TIMEOUT_S) as attempt:
+                num_removed = await self._backend.clear(tenant)
+                attempt.tells_nothing = self._lister is not None and not num_removed
+                return num_removed
         return 0
 
     def stats(self) -> dict[str, int]:
