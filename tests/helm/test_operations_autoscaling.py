@@ -144,6 +144,17 @@ def test_every_contradiction_is_tested(chart: Chart) -> None:
     assert template.count("{{- fail ") == len(REFUSED) + 1
 
 
+def test_the_pages_say_whose_number_counts(chart: Chart) -> None:
+    """Lookup and broker have a number by default, and the autoscaler wins; the others must have none."""
+    rendering = chart.render({f"{name}.autoscaling.enabled": True for name in ("storage", "lookup", "broker")})
+    for kind, name in (("StatefulSet", "storage"), ("Deployment", "lookup"), ("Deployment", "broker")):
+        assert "replicas" not in rendering.get(kind, name)["spec"]
+    for page in ("README.md", "values.yaml"):
+        text = " ".join((chart.path / page).read_text(encoding="utf-8").replace("#", "").split())
+        assert "stays null" not in text
+        assert "For storage and models leave `replicaCount` null; that of lookup and broker is ignored." in text
+
+
 def test_a_model_is_refused_too(chart: Chart) -> None:
     model = MODEL | {"replicaCount": 1, "autoscaling": {"enabled": True, "cpuPercent": 50}}
     assert "models (tiny).autoscaling is enabled, but models (tiny).replicaCount is 1" in chart.refuse({"models": [model]})

@@ -90,6 +90,10 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
         {"models": [MODEL | {"extraArgs": ["--kv-transfer-config", "{}"]}]},
         "models (tiny): extraArgs has --kv-transfer-config, but one vLLM has one connector",
     ),
+    "a second connector in the command": (
+        {"models": [MODEL | {"command": ["vllm", "serve", "--kv-transfer-config={}"]}]},
+        "models (tiny): command has --kv-transfer-config={}, but",
+    ),
     "a second connector by its members": (
         {"modelDefaults.extraArgs": ["--kv_transfer_config.kv_role=kv_both"], "models": [MODEL]},
         "one vLLM has one connector",
@@ -97,9 +101,20 @@ REFUSED: dict[str, tuple[Manifest, str]] = {
     "vLLM's own offloading": ({"models": [MODEL | {"extraArgs": ["--kv-offloading-size=10"]}]}, "one vLLM has one connector"),
     "a vLLM over several nodes": (
         {"models": [MODEL | {"extraArgs": ["--pipeline-parallel-size", "2", "--nnodes", "2"]}]},
-        "models (tiny): extraArgs starts one vLLM on several nodes",
+        "models (tiny): extraArgs has --nnodes 2, which starts one vLLM on several nodes",
     ),
-    "a vLLM over several nodes in one word": ({"models": [MODEL | {"extraArgs": ["--node-rank=1"]}]}, "on several nodes"),
+    "a vLLM over several nodes in one word": (
+        {"models": [MODEL | {"extraArgs": ["--node-rank=1"]}]},
+        "extraArgs has --node-rank=1, which",
+    ),
+    "a vLLM over several nodes by its command": (
+        {"models": [MODEL | {"command": ["nice", "-n", "5", "/bin/vllm", "serve", "-n", "2"]}]},
+        "models (tiny): command has -n 2, which starts",
+    ),
+    "a vLLM over several nodes by its module": (
+        {"models": [MODEL | {"command": ["python3", "-m", "vllm.entrypoints.openai.api_server", "--headless"]}]},
+        "models (tiny): command has --headless, which starts",
+    ),
     "a vLLM over several nodes by Ray": (
         {"models": [MODEL | {"extraArgs": ["--distributed-executor-backend", "ray"]}]},
         "on several nodes",
@@ -132,6 +147,9 @@ OF_ONE_SENTENCE = {
     "vLLM's own offloading": "a second connector",
     "a vLLM over several nodes in one word": "a vLLM over several nodes",
     "a vLLM over several nodes by Ray": "a vLLM over several nodes",
+    "a vLLM over several nodes by its command": "a vLLM over several nodes",
+    "a vLLM over several nodes by its module": "a vLLM over several nodes",
+    "a second connector in the command": "a second connector",
     "a lookup that is killed while it answers": "a storage that is killed while it drains",
     "a sidecar that is killed while it drains": "a storage that is killed while it drains",
     "a CPU request of nothing": "no CPU request",
@@ -159,6 +177,25 @@ def test_refused(chart: Chart, what: str) -> None:
 def test_a_connector_of_ones_own_and_several_gpus_of_a_node_are_taken(chart: Chart, model: Manifest) -> None:
     args = next(one["args"] for name, one in chart.render({"models": [MODEL | model]}).containers() if name.endswith("/vllm"))
     assert args[-len(model["extraArgs"]) :] == model["extraArgs"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"command": ["nice", "-n", "5", "vllm", "serve"]},
+        {"command": ["torchrun", "--nnodes", "2", "--headless", "x", "-m", "vllm.entrypoints.openai.api_server"]},
+        {"command": ["vllm", "serve", "--nnodes=1"], "extraArgs": ["-n", "1", "--node-rank", "0"]},
+        {"extraArgs": ["--nnodes", "1", "--node_rank=0", "--master-addr", "127.0.0.1"]},
+        {"extraArgs": ["--chat-template", "say -n something"]},
+        {"extraArgs": ["--chat-template", "{{ '--nnodes 2' }} --headless "]},
+    ],
+    ids=str,
+)
+def test_one_node_is_taken(chart: Chart, model: Manifest) -> None:
+    found = next(one for name, one in chart.render({"models": [MODEL | model]}).containers() if name.endswith("/vllm"))
+    assert found["command"] == model.get("command", found["command"])
+    extra = model.get("extraArgs", [])
+    assert found["args"][len(found["args"]) - len(extra) :] == extra
 
 
 @pytest.mark.parametrize("helm", ["helm3", "helm4"])

@@ -14,19 +14,48 @@
 {{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
 {{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
 {{- end }}
-{{- $words := concat .command .extraArgs }}
-{{- $line := printf " %s " (join " " $words) }}
-{{- range $words }}
-{{- if and $.connector.enabled (regexMatch "^--kv[-_](transfer[-_]config|offloading[-_](size|backend))" .) }}
-{{- fail (printf "%s: extraArgs has %s, but one vLLM has one connector, and the chart sets it: leave it out and set connector.options, or set connector.enabled=false." $name .) }}
-{{- end }}
-{{- end }}
-{{- if regexMatch " (--nnodes|-n|--node[-_]rank|-r|--master[-_]addr|--headless)[ =]| --distributed[-_]executor[-_]backend[ =]ray " $line }}
-{{- fail (printf "%s: extraArgs starts one vLLM on several nodes, but each pod of the chart is a vLLM of its own: use the GPUs of one node (--tensor-parallel-size, --pipeline-parallel-size), or a LeaderWorkerSet of yours with the webhook (docs/injection.md)." $name) }}
-{{- end }}
+{{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "command" "words" (include "lmcache.optionsOfCommand" . | fromJsonArray)) }}
+{{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "extraArgs" "words" .extraArgs) }}
 {{- range .extraEnv }}
 {{- if and (eq .name "PYTHONPATH") $.connector.enabled }}
 {{- fail (printf "%s: extraEnv sets PYTHONPATH, which would hide what the cache brings: set connector.pythonPath instead." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The words of a model's command behind `vllm serve` or `-m vllm.…`, as JSON: those before belong to other programs. */}}
+{{- define "lmcache.optionsOfCommand" }}
+{{- $options := list }}
+{{- $before := "" }}
+{{- $isVllm := false }}
+{{- range .command }}
+{{- if $isVllm }}
+{{- $options = append $options . }}
+{{- end }}
+{{- if or (and (eq . "serve") (eq (base $before) "vllm")) (and (hasPrefix "vllm." .) (eq $before "-m")) }}
+{{- $isVllm = true }}
+{{- end }}
+{{- $before = . }}
+{{- end }}
+{{- toJson $options }}
+{{- end }}
+
+{{/* Options of vLLM that a pod of the chart cannot have. */}}
+{{- define "lmcache.refuseArguments" }}
+{{- $following := rest (append .words "") }}
+{{- range $index, $word := .words }}
+{{- if and $.model.connector.enabled (regexMatch "^--kv[-_](transfer[-_]config|offloading[-_](size|backend))" $word) }}
+{{- fail (printf "%s: %s has %s, but one vLLM has one connector, and the chart sets it: leave it out and set connector.options, or set connector.enabled=false." $.name $.place $word) }}
+{{- end }}
+{{- $parts := splitn "=" 2 $word }}
+{{- $option := replace "_" "-" $parts._0 }}
+{{- $value := $parts._1 | default (index $following $index) }}
+{{- $isMany := and (has $option (list "--nnodes" "-n")) (ne $value "1") }}
+{{- $isAnother := or (eq $option "--headless") (and (has $option (list "--node-rank" "-r")) (ne $value "0")) }}
+{{- $isRay := and (eq $option "--distributed-executor-backend") (eq $value "ray") }}
+{{- if or $isMany $isAnother $isRay }}
+{{- $shown := ternary $word (printf "%s %s" $word $value) (or (contains "=" $word) (eq $option "--headless")) }}
+{{- fail (printf "%s: %s has %s, which starts one vLLM on several nodes, but each pod of the chart is a vLLM of its own: use the GPUs of one node (--tensor-parallel-size, --pipeline-parallel-size), or a LeaderWorkerSet of yours with the webhook (docs/injection.md)." $.name $.place $shown) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -18,6 +18,7 @@ import httpx
 import jsonpatch
 import pytest
 import yaml
+from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_webhook.certificate.authority import Lifetime, Material, renew
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
@@ -167,6 +168,9 @@ def test_a_hostile_pod_takes_the_webhook_from_nobody(client: httpx.Client, servi
     hostile = [pod(container(command=["sh", "-c", 'vllm serve "' + piece * 40])) for piece in ("${a}", "$(a)")]
     hostile += [pod(container(image="vllm" * 30_000 + "!")), plain()]
     hostile[-1]["spec"]["affinity"] = nested
+    names = [f"LMCACHE_{name.upper()}" for name in list(FOREIGN_NAMES)[:8]]
+    deep = "[" + ("[" * 90 + "]" * 90 + ",") * 600 + "]"
+    hostile += [pod(container(command=["vllm", "serve"], env=[{"name": name, "value": deep} for name in names]))] * 4
     for document in hostile:
         ask(client, document)
         assert client.get("/healthz").status_code == 200

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lmcache_webhook.injection.injector import review_pod
+from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.sources import MAX_FOREIGN_CHARS
+from lmcache_webhook.injection.injector import MAX_STATUS_CHARS, review_pod
 from lmcache_webhook.injection.options import InjectionOptions
 from lmcache_webhook.injection.pod import MAX_TEXT_CHARS
 from lmcache_webhook.review.schemas import AdmissionRequest, GroupVersionKind
-from lmcache_webhook.review.service import Reviewer
+from lmcache_webhook.review.service import REVIEW_TIMEOUT_S, Reviewer
 
 from tests.fixtures.pods import Pod, container, plain, pod
 from tests.fixtures.time_bound import cpu_bound
 
-HANG_S = 20.0
 PIECES = [
     "vllm serve ", "${a}", "$(a)", '"', "'", "\\", "`", "\\\n", "#", "-m ", "vllm.entrypoints.cli.main ", "vllm", "/", ".", ":", "@", "-c",
     "--kv", "--kv-transfer-config", "--kv_offloading_", "_SERVICE_PORT", "_PORT_1_TCP", "lmcache_core.integrations.", "://", "!", " ", "\n",
+    "[", "]", "{", "}", ",", "&a ", "*a", "- ", "? ", "/..", "_PORT_",
 ]  # fmt: skip
-MEMBERS = ("script", "image", "value", "variable", "annotation", "mount", "quantity", "name")
+MEMBERS = ("script", "image", "value", "values", "variable", "annotation", "mount", "quantity", "name")
+MAX_BODY_BYTES = 1 << 20
+LAUGHS = ",".join(["[&a [x,x,x,x,x,x,x,x]", *(f"&{name} [{','.join([f'*{of}'] * 8)}]" for of, name in pairwise("abcdefghijkl"))]) + "]"
+"""What each alias names has eight of the one before: 69 billion texts for whoever shows it."""
 
 
 def with_text(member: str, text: str) -> Pod:
@@ -34,6 +40,10 @@ def with_text(member: str, text: str) -> Pod:
             return pod(container(image=text))
         case "value":
             return pod(container(env=[{"name": "LMCACHE_LOCAL_DEVICE", "value": text}, {"name": "A", "value": text}]))
+        case "values":
+            names = [f"LMCACHE_{name.upper()}" for name in FOREIGN_NAMES]
+            share = text[: MAX_BODY_BYTES // len(names)]
+            return pod(container(command=["vllm", "serve"], env=[{"name": name, "value": share} for name in names]))
         case "variable":
             return pod(container(env=[{"name": f"LMCACHE_{text}", "value": "1"}]))
         case "annotation":
@@ -55,11 +65,21 @@ def with_text(member: str, text: str) -> Pod:
         ("variable", "_SERVICE_PORT" * 10_000 + "!"),
         ("script", "vllm \\\n" * 18_000),
         ("script", "--kv" * 30_000),
+        ("values", "[" + ("[" * 90 + "]" * 90 + ",") * 600 + "]"),
+        ("values", "[" * 1000),
+        ("values", "[" * 60 + "]" * 60),
+        ("values", "- " * 60),
+        ("values", "[" + "{}," * 80 + "]"),
+        ("values", LAUGHS),
+        ("value", "[" + ("[" * 90 + "]" * 90 + ",") * 600 + "]"),
+        ("value", "[" * 1000),
+        ("value", LAUGHS),
+        ("mount", "/a" * 60_000),
     ],
 )
 def test_no_text_keeps_the_webhook_busy(member: str, text: str, options: InjectionOptions) -> None:
     assert len(text) <= MAX_TEXT_CHARS
-    with cpu_bound(HANG_S):
+    with cpu_bound(REVIEW_TIMEOUT_S):
         assert review_pod(options, with_text(member, text), "team-a").verdict in ("injected", "declined")
 
 
@@ -76,7 +96,7 @@ def test_repetitions_of_anything_take_little_time(
     """Of the form that makes regular expressions slow: a beginning, many repetitions, an end that does not match."""
     repeated = "".join(middle)
     text = "".join(head) + repeated * (100_000 // len(repeated)) + "".join(tail)
-    with cpu_bound(HANG_S):
+    with cpu_bound(REVIEW_TIMEOUT_S):
         review_pod(options, with_text(member, text), "team-a")
 
 
@@ -86,9 +106,64 @@ def test_texts_that_linux_does_not_take_are_not_read(options: InjectionOptions) 
 
 
 def test_many_wrong_items_are_not_counted(options: InjectionOptions) -> None:
-    with cpu_bound(HANG_S):
+    with cpu_bound(REVIEW_TIMEOUT_S):
         outcome = review_pod(options, {"spec": {"containers": [1] * 500_000}}, "team-a")
     assert outcome.reason == "this is no pod that the webhook can read: 1 of its members are not"
+
+
+def filled(item: Any) -> list[Any]:
+    """As many of an item as a review has room for."""
+    return [item] * (MAX_BODY_BYTES // (len(json.dumps(item, separators=(",", ":"))) + 1))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"initContainers": filled({"name": ""})},
+        {"initContainers": filled({"name": "", "resources": {"limits": {"cpu": 1, "memory": 1}}})},
+        {"volumes": filled({"name": ""})},
+        {"containers": filled({"name": ""})},
+        {"containers": filled({"name": "", "image": "vllm"})},
+        {"volumeMounts": filled({"name": "", "mountPath": ""})},
+        {"volumeMounts": [{"name": "", "mountPath": "/a" * (MAX_BODY_BYTES // 2)}]},
+        {"volumeMounts": [{"name": "", "mountPath": "/a" * (MAX_BODY_BYTES // 5) + "/.." * (MAX_BODY_BYTES // 5)}]},
+        {"ports": filled({})},
+        {"args": filled("")},
+        {"env": filled({"name": ""})},
+        {"env": filled({"name": "LMCACHE_STORAGE_"})},
+        {"env": filled({"name": "PYTHONPATH", "valueFrom": {}})},
+        {"env": [{"name": f"LMCACHE_{'_SERVICE_PORT_' * 9000}{i}!", "value": "tcp://"} for i in range(8)]},
+        {"env": [{"name": f"LMCACHE_{name.upper()}", "value": "a: 1\n" * 26} for name in FOREIGN_NAMES]},
+        {"affinity": [[]] * (MAX_BODY_BYTES // 3)},
+        {"annotations": {f"lmcache.io/{'arena-gb' * (MAX_BODY_BYTES // 8)}": "1"}},
+        {"annotations": {"lmcache.io/arena-gb": "1" * MAX_BODY_BYTES}},
+        {"name": "a" * MAX_BODY_BYTES},
+    ],
+    ids=lambda members: next(iter(members)),
+)
+def test_a_whole_body_of_anything_takes_little_time(members: dict[str, Any], options: InjectionOptions) -> None:
+    document = pod(container(command=["vllm", "serve"]))
+    spec, metadata = document["spec"], document["metadata"]
+    for name, value in members.items():
+        if name == "annotations":
+            metadata[name] = value
+        elif name == "containers":
+            spec[name] = [*value, *spec[name]]
+        elif name in ("initContainers", "volumes", "affinity"):
+            spec[name] = value
+        else:
+            spec["containers"][0][name] = value
+    with cpu_bound(REVIEW_TIMEOUT_S):
+        outcome = review_pod(options, document, "team-a")
+    assert outcome.verdict in ("injected", "declined")
+    assert len(outcome.reason) <= MAX_STATUS_CHARS
+
+
+def test_the_options_of_a_container_have_a_bound(options: InjectionOptions) -> None:
+    variables = [{"name": f"LMCACHE_{name.upper()}", "value": "x" * MAX_FOREIGN_CHARS} for name in FOREIGN_NAMES]
+    outcome = review_pod(options, pod(container(command=["vllm", "serve"], env=variables)), "team-a")
+    assert outcome.verdict == "declined"
+    assert f"the variables LMCACHE_… of the container vllm have {len(FOREIGN_NAMES) * MAX_FOREIGN_CHARS} characters" in outcome.reason
 
 
 def nested(depth: int) -> Any:

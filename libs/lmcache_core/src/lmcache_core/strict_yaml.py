@@ -1,10 +1,13 @@
-"""YAML in which no name is written twice: PyYAML keeps the last and says nothing."""
+"""YAML in which no name is written twice: PyYAML keeps the last and says nothing. And YAML of strangers, which can be hostile."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import yaml
+
+MAX_BRACKETS: Final = 64
+"""In a stranger's text: PyYAML's scanner looks ahead, in time quadratic in the open brackets."""
 
 
 class DuplicateNameError(yaml.MarkedYAMLError):
@@ -42,7 +45,33 @@ def load_yaml(text: bytes | str) -> Any:
         DuplicateNameError: A mapping in it has a name twice.
         yaml.YAMLError: It is no YAML.
     """
-    loader = _Loader(text)
+    return _load(_Loader(text))
+
+
+class _ForeignLoader(_Loader):
+    """Refuses aliases, which make a short text large, and tags, whose constructors fail in other ways than YAMLError."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(problem="an alias or a tag", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+def load_foreign_yaml(text: str) -> Any:
+    """Return what a stranger's text says. The caller bounds its length.
+
+    Raises:
+        yaml.YAMLError: It is no YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening brackets.
+        ValueError: A number or a date in it is impossible.
+        RecursionError: It is nested too deeply.
+    """
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
+        raise yaml.YAMLError(f"more than {MAX_BRACKETS} opening brackets")
+    return _load(_ForeignLoader(text))
+
+
+def _load(loader: _Loader) -> Any:
     try:
         return loader.get_single_data()
     finally:

@@ -6,11 +6,15 @@ import dataclasses
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from lmcache_core.config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.sources import MAX_FOREIGN_CHARS
 from lmcache_core.errors import ConfigError
+
+from tests.fixtures.time_bound import cpu_bound
 
 # Files as LMCache's users have them.
 BEFORE_LOCAL_CPU = """
@@ -243,6 +247,26 @@ def test_the_names_work_as_variables(environ, meant):
 def test_variables_that_ask_for_more_are_refused(variable, text):
     with pytest.raises(ConfigError, match=f"environment: {variable.removeprefix('LMCACHE_').lower()}="):
         LMCacheEngineConfig.from_env({variable: text})
+
+
+def test_a_long_variable_is_refused_before_it_is_read():
+    longest = "x" * MAX_FOREIGN_CHARS
+    assert LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest}) == defaults()
+    with pytest.raises(ConfigError, match="LMCACHE_PD_ROLE has 1025 characters: must have at most 1024; leave it out"):
+        LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest + "x"})
+
+
+ALIASES = "[&a [x,x,x,x,x,x,x,x]" + "".join(f",&{b} [{','.join([f'*{a}'] * 8)}]" for a, b in pairwise("abcdefghijkl")) + "]"
+
+
+@pytest.mark.parametrize(
+    "text", [ALIASES, "!!int ''", "!!bool x", "!!timestamp x", "!!float ''", "[" * 1000, "- " * 500, "? " * 500, "0x" + "f" * 1000, "<<"]
+)
+def test_a_hostile_variable_is_text(text):
+    assert LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": text}) == defaults()
+    with cpu_bound(2), pytest.raises(ConfigError) as caught:
+        LMCacheEngineConfig.from_env({"LMCACHE_EXTRA_CONFIG": text})
+    assert len(str(caught.value)) < 500
 
 
 def test_a_directory_becomes_one_that_the_disk_tier_reads_back(tmp_path):

@@ -17,6 +17,8 @@ ENV_PREFIX = "LMCACHE_"
 SERVICE_ENV_PREFIXES = tuple(f"{ENV_PREFIX}{name}_" for name in ("STORAGE", "LOOKUP", "BROKER", "SIDECAR", "CTL", "DEMO"))
 CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
 MAX_FILE_BYTES = 1 << 20
+MAX_FOREIGN_CHARS = 1 << 10
+"""Of a variable whose text is YAML, which may be a stranger's: PyYAML takes about 10 µs a character."""
 IGNORED_ENV_NAMES = ("LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE")
 _NONE_TEXTS = ("", "none", "null")
 # What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so: LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://…
@@ -49,7 +51,7 @@ def values_of_environment(variables: Mapping[str, str], options: Mapping[str, Op
         elif _is_somebody_elses(variable, text):
             continue
         elif name in FOREIGN_NAMES:
-            named[name] = _parse_foreign(text)
+            named[name] = _parse_foreign(variable, text)
         else:
             raise ConfigError(f"environment: {variable} names no option{did_you_mean(name, options)}")
     return in_our_names(named, options, "environment")
@@ -127,11 +129,22 @@ def _parse(option: Option, text: str) -> Any:
         raise ConfigError(f"environment: {ENV_PREFIX}{option.name.upper()}={shown(text)}: must be {wanted}") from None
 
 
-def _parse_foreign(text: str) -> Any:
-    """Lists, mappings and truth values are written as in YAML; whatever is none is text."""
+def _parse_foreign(variable: str, text: str) -> Any:
+    """Return a list, mapping, number or truth value as YAML has it; any other text is itself.
+
+    Raises:
+        ConfigError: The text is too long for such a value.
+    """
+    if len(text) > MAX_FOREIGN_CHARS:
+        raise ConfigError(
+            f"environment: {variable} has {len(text)} characters: must have at most {MAX_FOREIGN_CHARS}; "
+            f"leave it out or set it in the file of {CONFIG_FILE_ENV}"
+        )
     import yaml
 
+    from lmcache_core.strict_yaml import load_foreign_yaml
+
     try:
-        return yaml.safe_load(text)
+        return load_foreign_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text

@@ -13,7 +13,8 @@ from lmcache_webhook.injection.errors import DeclinedError
 from lmcache_webhook.injection.pod import Container, PodSpec
 from lmcache_webhook.injection.wishes import CONTAINER
 
-PYTHONPATH: Final = "PYTHONPATH"
+MAX_OPTION_CHARS: Final = 16 << 10
+"""Of all variables LMCACHE_… of a container: reading them takes up to 10 µs a character."""
 
 
 def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
@@ -49,7 +50,14 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
 def _check_options(container: Container) -> None:
     """A variable that the connector takes for one of its options, and cannot read, would end vLLM when it starts."""
     variables = {variable.name: variable for variable in container.env or () if variable.name.startswith(ENV_PREFIX)}
+    texts = {name: variable.value or "" for name, variable in variables.items() if not variable.valueFrom}
+    length = sum(map(len, texts.values()))
+    if length > MAX_OPTION_CHARS:
+        raise DeclinedError(
+            f"the variables {ENV_PREFIX}… of the container {container.name} have {length} characters together, "
+            f"above the {MAX_OPTION_CHARS} that are read: remove what the connector does not need"
+        )
     try:
-        values_of_environment({name: variable.value or "" for name, variable in variables.items() if not variable.valueFrom}, OPTIONS)
+        values_of_environment(texts, OPTIONS)
     except ConfigError as exc:
         raise DeclinedError(f"the container {container.name} has a variable that the connector cannot read ({exc})") from exc

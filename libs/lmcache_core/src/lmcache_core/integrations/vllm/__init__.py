@@ -1,4 +1,4 @@
-"""The KV connector for vLLM 0.24 and later.
+"""The KV connector for vLLM 0.27.1 and later.
 
 How to use it: `docs/vllm.md`.
 

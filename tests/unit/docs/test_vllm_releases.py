@@ -1,0 +1,31 @@
+"""Which releases of vLLM are promised: those that the connector ran with, wherever a page names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.docs.pages import PAGES, ROOT, name_of
+
+RAN = re.search(r"Run with ([\d., and]+\d) on a CPU", (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8"))
+RELEASES = re.findall(r"\d+\.\d+\.\d+", RAN[1] if RAN else "")
+PROMISE = re.compile(r"vLLM[^|\n.]{0,40}?\b(0\.\d+(?:\.\d+)?) (?:and|or) later")
+PLACES = [*PAGES, ROOT / "libs/lmcache_core/src/lmcache_core/integrations/vllm/__init__.py"]
+
+
+def test_the_releases_are_named() -> None:
+    assert len(RELEASES) == 3
+
+
+@pytest.mark.parametrize("place", PLACES, ids=name_of)
+def test_no_older_release_is_promised(place: Path) -> None:
+    found = PROMISE.findall(place.read_text(encoding="utf-8"))
+    assert set(found) <= set(RELEASES[:1])
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "helm/lmcache/README.md"])
+def test_all_of_them_are_named(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert f"{RELEASES[0]}, {RELEASES[1]} and {RELEASES[2]}" in " ".join(text.split())
