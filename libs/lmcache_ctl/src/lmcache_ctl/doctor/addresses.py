@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
-from lmcache_core.config.options import shown
+from lmcache_core.config.options import directory_of_url, shown
 from lmcache_core.errors import ConfigError
 from lmcache_core.wire.json_http import check_base_url
 
@@ -46,7 +46,7 @@ def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]
             if file.kind == ENGINE and (problem := _not_http(option, url)):
                 found.append(Finding(Level.ERROR, CHECK, where, problem, "correct it, or leave it out where nothing needs it"))
             elif url.startswith("file:"):
-                found.append(_of_directory(where, option, Path(unquote(urlsplit(url).path))))
+                found.append(_of_directory(where, option, Path(directory_of_url(url))))
             else:
                 addresses += [_Address(where, option, *each) for each in _hosts(url)]
         socket_path: str | None = getattr(settings, "sidecar_socket", None)
