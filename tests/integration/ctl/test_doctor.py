@@ -21,6 +21,7 @@ import httpx
 import pytest
 import redis
 import yaml
+from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 
 from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
@@ -193,6 +194,36 @@ def test_addresses_that_settings_name_and_nobody_answers(cluster: SmallCluster, 
     assert [what.split()[0] for what in well] == ["lookup_url", "remote_url"]
 
 
+def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
+    """They are tried as a service's are; what is no URL keeps peers from being found."""
+    peers = {"lookup_url": cluster.services["lookup"].url, "broker_url": "http://127.0.0.1:9"}
+    files = {
+        "silent": {"remote_url": "redis://127.0.0.1:1", **peers},
+        "wrong": {"local_cpu": True, "lookup_url": "localhost:8081", "broker_url": "http://me:s3cret@h:x", "otlp_endpoint": "h:4318"},
+        "sidecar": {"sidecar_socket": str(cluster.directory / "s.sock")},
+        "alone": {"sidecar_socket": str(tmp_path / "nothing.sock")},
+    }
+    options = [f"--check-config=engine={write(tmp_path / f'{name}.yaml', **settings)}" for name, settings in files.items()]
+    text = Ctl().text("doctor", *options, code=1)
+    found = Ctl().json("doctor", *options, code=1)
+    told: dict[str, list[tuple[str, str]]] = {name: [] for name in files}
+    for one in found["findings"]:
+        if one["check"] == "addresses":
+            told[Path(one["where"].split()[1]).stem].append((one["level"], one["what"]))
+    assert sorted((level, what.partition(":")[0]) for level, what in told["silent"]) == [
+        ("ok", "lookup_url 127.0.0.1"),
+        ("warning", "broker_url 127.0.0.1"),
+        ("warning", "remote_url 127.0.0.1"),
+    ]
+    assert [level for level, _ in told["wrong"]] == ["error"] * 3
+    assert any(what.startswith("lookup_url='localhost:8081': it needs the form http://host:port") for _, what in told["wrong"])
+    assert "s3cret" not in text
+    assert told["sidecar"] == [("ok", f"sidecar_socket {cluster.directory / 's.sock'}")]
+    [(level, what)] = told["alone"]
+    assert (level, what) == ("warning", f"sidecar_socket {tmp_path / 'nothing.sock'}: No such file or directory")
+    assert not [one for one in found["findings"] if one["check"] == "limits"], "that is what a service needs of its machine"
+
+
 def test_a_service_whose_clock_is_off(cluster: SmallCluster) -> None:
     """Between it and the doctor its header `Date` is set back, as a clock that is off sets it."""
     with clock_behind(cluster.services["storage-1"].url, 90) as url:
@@ -246,6 +277,37 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
     assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
     assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), "each says what to do"
+
+
+def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
+    """Asking the file system for them is an error of its own, which is neither "there" nor "not there"."""
+    long = str(tmp_path / ("x" * 300))
+    files = {
+        "lookup": {"port": 0, "tls_cert_file": long, "tls_key_file": long},
+        "engine": {"remote_url": "lm+tls://127.0.0.1:9", "remote_tls_cert_file": long, "remote_token_file": long},
+        "sidecar": {"arena_path": long, "arena_gb": 0.01, "socket_path": f"{long}/s", "remote_url": f"file://{long}"},
+        "storage": {"memory_gb": 0.01, "disk_path": long, "disk_gb": 0.01},
+    }
+    options = [f"--check-config={kind}={write(tmp_path / f'{kind}.yaml', **settings)}" for kind, settings in files.items()]
+    found = Ctl().json("doctor", *options, code=1)
+    assert len([what for _, _, what in wrong(found, "files") if "File name too long" in what]) == 4
+    [(level, _, what)] = wrong(found, "disk")
+    assert (level, what) == ("error", f"disk_path {long}: File name too long")
+    assert ("error", f"arena_path {long}: File name too long") in [(level, what) for level, _, what in wrong(found, "shared memory")]
+    assert f"remote_url {long} is no directory" in [what for _, _, what in wrong(found, "addresses")]
+    told = Ctl().text("codec", "inspect", long, code=1)
+    assert "File name too long" in told
+
+
+def test_the_packages_of_the_services_are_on_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    for kind, (module, _, _) in MODELS.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        [finding] = [one for one in check_files([ConfigFile(kind, tmp_path / "a.yaml")])[0] if one.check == "configuration"]
+        assert finding.level == "warning"
+        told = re.fullmatch(r"install it from a checkout \(pip install (.*)\), or check it in its image", finding.fix)
+        assert told is not None, finding.fix
+        assert all((root / directory / "pyproject.toml").is_file() for directory in told[1].split())
 
 
 def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:

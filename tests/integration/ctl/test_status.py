@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.fixtures.ctl import Ctl, SmallCluster
@@ -151,17 +154,72 @@ class Elsewhere(BaseHTTPRequestHandler):
         pass
 
 
-def test_another_http_server_is_not_ours() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+@contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            [found] = Ctl([f"--storage-url=http://127.0.0.1:{server.server_port}"]).json("status", code=1)["services"]
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_another_http_server_is_not_ours() -> None:
+    with served(Elsewhere) as url:
+        [found] = Ctl([f"--storage-url={url}"]).json("status", code=1)["services"]
     assert found["state"] == "not ours"
     assert found["problem"] == "something else listens there: it does not know /readyz; correct the address"
+
+
+def storage_that_answers(status: int) -> type[BaseHTTPRequestHandler]:
+    """A cache_storage in good health whose other paths answer with that status."""
+    bodies = {
+        "/readyz": b'{"status": "ok", "checks": {}}',
+        "/metrics": b'lmcache_build_info{service="lmcache-storage",version="0.1.0"} 1\n',
+    }
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = bodies.get(self.path, b'{"title": "boom", "detail": "internal error"}')
+            self.send_response(200 if self.path in bodies else status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Answers
+
+
+@pytest.mark.parametrize("environ", [{}, {"LMCACHE_CTL_TOKEN": "a-token-0123456789"}], ids=["no token", "a token"])
+@pytest.mark.parametrize("status", [500, 404])
+def test_a_service_that_fails_is_not_taken_for_one_that_wants_a_token(status: int, environ: dict[str, str]) -> None:
+    with served(storage_that_answers(status)) as url:
+        ctl = Ctl([f"--storage-url={url}"], environ)
+        told = ctl.text("status", code=1)
+        [found] = ctl.json("status", code=1)["services"]
+        diagnosis = ctl.json("doctor", code=1)
+    assert (found["state"], found["problem"], found["needs_token"]) == ("degraded", "internal error", False)
+    assert "0 of 1 are well" in told
+    assert "token" not in told
+    errors = [(one["check"], one["what"]) for one in diagnosis["findings"] if one["level"] == "error"]
+    assert errors == [("ready", "internal error")]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_of_a_caller_without_a_token_is_no_defect(status: int) -> None:
+    with served(storage_that_answers(status)) as url:
+        [found] = Ctl([f"--storage-url={url}"]).json("status")["services"]
+        wrong = Ctl([f"--storage-url={url}"], {"LMCACHE_CTL_TOKEN": "a-token-0123456789"})
+        told = wrong.json("status", code=1)["services"]
+        diagnosis = wrong.json("doctor", code=1)
+    assert (found["state"], found["problem"], found["needs_token"]) == ("ok", "", True)
+    assert (told[0]["state"], told[0]["needs_token"]) == ("ok", False)
+    assert [one["check"] for one in diagnosis["findings"] if one["level"] == "error"] == ["token"]
 
 
 def test_nothing_at_the_default_ports_hints_at_the_cluster() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.settings import CtlSettings, load_settings
@@ -58,3 +59,19 @@ def test_a_file_that_is_none(content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / "ctl.yaml").write_bytes(content)
     with pytest.raises(UsageError, match=told):
         load_settings({}, tmp_path / "ctl.yaml", {})
+
+
+@pytest.mark.parametrize("text", ["s3cret-0123456789\n", " s3cret-0123456789\r\n"])
+def test_a_token_from_a_file_ends_in_a_newline(text: str, tmp_path: Path) -> None:
+    assert load_settings(environ={"LMCACHE_CTL_TOKEN": text}).token == "s3cret-0123456789"
+    (tmp_path / "ctl.yaml").write_text("token: |\n  s3cret-0123456789\n")
+    assert load_settings({}, tmp_path / "ctl.yaml", {}).token == "s3cret-0123456789"
+
+
+@pytest.mark.parametrize("text", ["s3cret\n0123456789", "s3cret 0123456789", "\n", "s3crët"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(UsageError, match="must be visible ASCII characters") as refused:
+        load_settings(environ={"LMCACHE_CTL_TOKEN": text})
+    assert "s3cr" not in str(refused.value)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"token": "s3cret-0123456789\n"}, CtlSettings)

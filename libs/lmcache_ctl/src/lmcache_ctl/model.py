@@ -22,9 +22,11 @@ def load_model(directory: Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
         CtlError: They cannot be loaded.
     """
     logging.disable_progress_bar()
-    if not directory.is_dir():  # which transformers would take for a name to download
-        raise CtlError(f"cannot load a model and its tokenizer from {directory}: it is no directory; give one that save_pretrained wrote")
     try:
+        if not directory.is_dir():  # which transformers would take for a name to download
+            raise CtlError(
+                f"cannot load a model and its tokenizer from {directory}: it is no directory; give one that save_pretrained wrote"
+            )
         model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True, trust_remote_code=False).eval()
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as exc:

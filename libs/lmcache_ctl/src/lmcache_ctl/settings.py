@@ -46,7 +46,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storage_urls: Urls = ()
     sidecar_urls: Urls = ()
     token_file: Path | None = None
-    token: Annotated[str, msgspec.Meta(pattern="^[!-~]+$", max_length=4096)] | None = None
+    token: Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=4096)] | None = None
     tls: str | None = None
     tls_name: str | None = None
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
@@ -99,6 +99,8 @@ def load_settings(
         for name, value in layer.items():
             if name not in known:
                 raise UsageError(f"{origin}: {name} is no option{did_you_mean(name, known)}")
+            if name == "token" and isinstance(value, str):
+                value = value.strip()  # one that was read from a file ends in a newline
             if value is not None and value != []:
                 values[name] = value
                 _check(origin, name, value)

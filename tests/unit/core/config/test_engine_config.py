@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from urllib.parse import quote
 
 import pytest
@@ -16,6 +17,7 @@ from lmcache_core.config import (
     LMCacheEngineConfig,
 )
 from lmcache_core.config.contradictions import CONTRADICTIONS
+from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde.registry import CODEC_NAMES, SERDE_NAMES
 
@@ -301,6 +303,26 @@ def test_a_copy_with_a_change_is_checked_too():
 def test_a_disk_may_be_a_plain_path(path):
     config = LMCacheEngineConfig.from_defaults(local_disk=path, max_local_disk_size=1)
     assert config == LMCacheEngineConfig.from_defaults(local_disk="file://" + quote(path), max_local_disk_size=1)
+
+
+def test_a_disk_may_be_a_path_that_is_not_utf8():
+    """File names are bytes; Python shows those that are no text as surrogates."""
+    path = os.fsdecode(b"/mnt/kv\xff")
+    config = LMCacheEngineConfig.from_env({"LMCACHE_LOCAL_DISK": path, "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})
+    assert config.local_disk == "file:///mnt/kv%FF"
+    assert directory_of_url(config.local_disk) == directory_of_url(f"file://{path}") == path
+
+
+@pytest.mark.parametrize("value", ["/mnt/\ud800", "file:///mnt/\ud800"])
+@pytest.mark.parametrize("name", ["local_disk", "remote_url"])
+def test_a_path_that_no_file_can_have_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name}=.*must be"):
+        LMCacheEngineConfig.from_defaults(**{name: value}, max_local_disk_size=1)
+
+
+def test_a_salt_that_cannot_be_hashed_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="salt=…: must be text in UTF-8"):
+        LMCacheEngineConfig.from_env({"LMCACHE_SALT": os.fsdecode(b"s3cret\xff")})
 
 
 @pytest.mark.parametrize("path", ["var/cache", "./kv", "s3://bucket", "file://kv"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,8 +221,9 @@ def test_a_full_cache_evicts_and_stays_right(allocator: HostMemoryAllocator) -> 
     assert small.used_bytes == 0
 
 
-def test_disk_serves_after_a_restart(allocator: HostMemoryAllocator, tmp_path: Path) -> None:
-    config = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01)
+@pytest.mark.parametrize("name", [b"kv", b"kv \xff"])
+def test_disk_serves_after_a_restart(allocator: HostMemoryAllocator, tmp_path: Path, name: bytes) -> None:
+    config = make_config(local_disk=str(tmp_path / os.fsdecode(name)), max_local_disk_size=0.01)
     tokens, kv = tokens_of(4 * CHUNK_SIZE + 5), random_kv(4 * CHUNK_SIZE + 5)
     first = build(config, allocator)
     first.open()
@@ -237,6 +239,7 @@ def test_disk_serves_after_a_restart(allocator: HostMemoryAllocator, tmp_path: P
     assert second.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalDiskBackend") == len(tokens)
     assert second.lookup(tokens, ["Hot"]) == len(tokens), "what came from disk is hot now"
     second.close()
+    assert os.listdir(os.fsencode(tmp_path)) == [name]  # noqa: PTH208 -- pathlib has no names in bytes
 
 
 def test_prefetch_lifts_from_disk(allocator: HostMemoryAllocator, tmp_path: Path) -> None:

@@ -297,6 +297,14 @@ async def test_a_drain_is_reported_and_copies_are_read() -> None:
     await client.close()
 
 
+async def test_a_copy_of_what_is_no_chunk_id_is_refused() -> None:
+    copies = [{"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}]
+    client = await opened(lambda _: raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies})))
+    with pytest.raises(UnavailableError, match="unusable answer"):
+        await client.register(PEER, load=0.0, ttl_ms=1)
+    await client.close()
+
+
 async def test_a_pull_is_renewed_where_the_broker_knows_it() -> None:
     seen: list[Any] = []
     known = {"pull": "p", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000, "ttl_ms": 5_000}

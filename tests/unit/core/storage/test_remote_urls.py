@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import pytest
@@ -40,6 +41,14 @@ async def test_schemes(url: str, kind: type) -> None:
     assert type(backend) is kind
     assert backend.name == "RemoteBackend"
     await backend.close()
+
+
+def test_a_directory_may_have_a_name_that_is_not_utf8() -> None:
+    backend = create_remote_backend("file:///mnt/kv%FF")
+    assert isinstance(backend, FileBackend)
+    assert os.fsencode(backend._root) == b"/mnt/kv\xff"
+    with pytest.raises(ConfigError, match="no directory has such a name"):
+        create_remote_backend("file:///mnt/\ud800")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lmcache_core.config.options import (
     EVICTION_POLICIES,
     NON_EMPTY,
     SOCKET_PATH,
+    UTF8,
     VERIFY_HOT_MODES,
     about,
     as_directory_url,
@@ -63,6 +64,7 @@ class LMCacheEngineConfig(BlendOptions, PeerOptions, DocumentedOptions):
         metadata=about(
             "Chunks",
             "Second line between tenants: part of every chunk's hash, so that chunks made under another salt are never found. A secret.",
+            form=UTF8,
             secret=True,
             beside_sidecar="set the sidecar's salt_file",
         ),

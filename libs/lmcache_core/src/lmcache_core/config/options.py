@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from lmcache_core.errors import ConfigError
 
@@ -218,13 +219,31 @@ def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> lis
 
 def as_directory_url(value: Any) -> Any:
     """A plain absolute path, as LMCache also takes it, in our form; its lists with commas stay what they are, and are refused."""
-    return f"file://{quote(value)}" if isinstance(value, str) and value.startswith("/") and "," not in value else value
+    if not (isinstance(value, str) and value.startswith("/") and "," not in value and _is_file_name(value)):
+        return value
+    return f"file://{quote(os.fsencode(value))}"
+
+
+def directory_of_url(url: str) -> str:
+    """Return the path that a `file:` URL names. A name that is not UTF-8 has surrogates, as in all of Python."""
+    return os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(url).path)))
+
+
+def _is_file_name(text: str) -> bool:
+    """Return whether the file system's encoding has the text."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_directory_url(text: str) -> bool:
     """Whether a text is `file:///dir/`, one directory below the root."""
     path = text.removeprefix("file://")
-    return path != text and path.startswith("/") and path.strip("/") != "" and not set(path) & set("?#,")
+    if path == text or not _is_file_name(path):
+        return False
+    return path.startswith("/") and path.strip("/") != "" and not set(path) & set("?#,")
 
 
 def _as_yaml(value: Any) -> str:
@@ -241,4 +260,5 @@ SOCKET_PATH = Form(
     lambda text: text.startswith("/") and "\0" not in text and len(text.encode("utf-8", "replace")) <= MAX_SOCKET_PATH_BYTES,
     f"an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes, without a scheme",
 )
+UTF8 = Form(lambda text: not any("\ud800" <= char <= "\udfff" for char in text), "text in UTF-8")
 NON_EMPTY = Form(lambda text: text.strip() != "", "text")

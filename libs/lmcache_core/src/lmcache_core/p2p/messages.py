@@ -21,7 +21,7 @@ CHUNK_ID_BYTES: Final = 16
 _ShortText = Annotated[str, msgspec.Meta(max_length=300)]
 _PullText = Annotated[str, msgspec.Meta(max_length=64)]
 _TicketText = Annotated[str, msgspec.Meta(max_length=4096)]
-_ChunkIdText = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_ChunkIdText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$(?!\n)")]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.config.options import directory_of_url
 from lmcache_core.memory.base import MemoryAllocatorInterface
 from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage.alone import Alone
@@ -50,7 +50,7 @@ def create_lower_tiers(
     if config.local_disk is not None:
         from lmcache_core.storage.disk import LocalDiskBackend
 
-        path = Path(unquote(urlsplit(config.local_disk).path))
+        path = Path(directory_of_url(config.local_disk))
         capacity_bytes = int(config.max_local_disk_size * BYTES_PER_GB)
         limits = TierLimits(ttl_s=config.chunk_ttl_s)
         on_removed = around.removed_from(LocalDiskBackend.name)

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import httpx
 
+from lmcache_core.errors import ConfigError
 from lmcache_core.security import ShownToken, client_context, no_context, token_text
 
 
@@ -15,9 +16,19 @@ class BearerAuth(httpx.Auth):
 
     Args:
         token: None for none.
+        service: What it is shown to, for errors.
+
+    Raises:
+        ConfigError: No header can carry the token.
     """
 
-    def __init__(self, token: ShownToken) -> None:
+    def __init__(self, token: ShownToken, service: str) -> None:
+        fits = not isinstance(token, str) or (token.isascii() and token.isprintable() and token and " " not in token)
+        if not fits:
+            # Here and not in the HTTP library, whose complaint would quote the token.
+            raise ConfigError(
+                f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
+            )
         self._token = token
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:

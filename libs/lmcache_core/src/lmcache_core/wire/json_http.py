@@ -74,14 +74,9 @@ class JsonHttpClient:
         transport: httpx.AsyncBaseTransport | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        if isinstance(token, str) and not (token.isascii() and token.isprintable() and token and " " not in token):
-            # Here and not in the HTTP library, whose complaint would quote the token.
-            raise ConfigError(
-                f"{service} token: it holds something else than visible ASCII characters; write the token and nothing around it"
-            )
+        self._auth = BearerAuth(token, service)
         self._name = f"{service} {check_base_url(service, base_url)}"
         self._base_url = base_url.rstrip("/")
-        self._token = token
         self._timeout_s = timeout_s
         self._transport = transport
         self._tls = context_for(base_url, tls)
@@ -97,7 +92,7 @@ class JsonHttpClient:
         self._client = httpx.AsyncClient(
             base_url=self._base_url,
             headers=headers,
-            auth=BearerAuth(self._token),
+            auth=self._auth,
             timeout=self._timeout_s,
             limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
             transport=self._transport,

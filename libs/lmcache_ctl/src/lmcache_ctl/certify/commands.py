@@ -81,6 +81,10 @@ def blend(wanted: Certified, cut: Cut, bounds: Bounds, output: Output = OutputFo
 
 def _check_can_be_kept(certificates: Path) -> None:
     """Before minutes are spent on what cannot be written; nothing is made yet."""
-    there = next(path for path in (certificates.absolute(), *certificates.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    try:
+        there = next(path for path in (certificates.absolute(), *certificates.absolute().parents) if path.exists())
+        is_directory = there.is_dir()
+    except OSError as exc:
+        raise CtlError(f"cannot keep the certificate in {certificates}: {exc.strerror}") from exc
+    if not is_directory or not os.access(there, os.W_OK | os.X_OK):
         raise CtlError(f"cannot keep the certificate in {certificates}: {there} is no directory that may be written to")

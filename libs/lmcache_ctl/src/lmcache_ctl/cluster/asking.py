@@ -212,6 +212,8 @@ def given_token(settings: CtlSettings) -> ShownToken:
 
 
 def _unreached(service: Service, exc: Exception) -> str:
+    if isinstance(exc, httpx.LocalProtocolError):  # its text quotes the header, and so the token
+        return "it cannot be asked: the request is not valid HTTP; check the token and the address"
     text = str(exc) or type(exc).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return f"its certificate is not trusted ({text.partition('failed: ')[2].rstrip(')') or text}): give its authority by --tls CA"

@@ -24,6 +24,9 @@ PATHS: Final = {
     Kind.STORAGE: ("/v1/stats",),
     Kind.SIDECAR: ("/v1/status", "/v1/tiers", "/v1/clients"),
 }
+WANTS_TOKEN: Final = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})
+CALLERS_FAULT: Final = WANTS_TOKEN | {httpx.codes.TOO_MANY_REQUESTS}
+"""Refusals that say nothing about the service's own health."""
 T = TypeVar("T")
 
 
@@ -51,14 +54,16 @@ async def _look(caller: Caller) -> ServiceState:
     if distribution != DISTRIBUTIONS[service.kind]:
         what = f"it is {distribution}" if distribution else "it is no service of this cache"
         raise ForeignError(f"{what}: ask for a {service.kind} elsewhere")
-    told, problem = await _told(caller)
-    needs_token = bool(problem) and not caller.has_token
-    if needs_token:  # its health it tells to anyone, so this is nothing that is wrong with it
-        problem = ""
+    told, refusal = await _told(caller)
+    needs_token = refusal is not None and not caller.has_token and refusal.status in WANTS_TOKEN
+    # Its health it tells to anyone, so a missing token is nothing that is wrong with it.
+    problem = "" if refusal is None or needs_token else str(refusal)
     state, checks = _readiness(ready)
     drain = _drain(told)
     if told.get("draining") or (drain is not None and drain.state != "serving"):
         state = State.DRAINING
+    if refusal is not None and refusal.status not in CALLERS_FAULT and state is not State.UNREADY:
+        state = State.DEGRADED
     try:
         return ServiceState(
             service.kind,
@@ -89,17 +94,17 @@ async def _figures(caller: Caller) -> Figures:
     return Figures.read(answer.body.decode("utf-8", errors="replace"))
 
 
-async def _told(caller: Caller) -> tuple[dict[str, Any], str]:
-    """All that needs a token, in one; and why there is none of it."""
+async def _told(caller: Caller) -> tuple[dict[str, Any], RefusedError | None]:
+    """All that needs a token, in one; and the refusal that ended it, if any."""
     told: dict[str, Any] = {}
     for path in PATHS[caller.service.kind]:
         try:
             answer = await caller.ask("GET", path)
         except RefusedError as exc:
-            return told, str(exc)
+            return told, exc
         if isinstance(answer, dict):
             told |= answer
-    return told, ""
+    return told, None
 
 
 def _readiness(answer: Answer) -> tuple[State, list[Check]]:

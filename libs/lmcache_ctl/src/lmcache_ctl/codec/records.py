@@ -112,15 +112,19 @@ def record_files(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
+        try:
+            is_directory = stat.S_ISDIR(path.stat().st_mode)
+        except FileNotFoundError:
+            raise CtlError(f"there is no file {path}") from None
+        except OSError as exc:
+            raise CtlError(f"cannot read {path}: {exc.strerror}") from exc
+        if is_directory:
             below = sorted(_below(path))
             if not below:
                 raise CtlError(f"there is no record file (*{RECORD_SUFFIX}) below {path}")
             found += below
-        elif path.exists():
-            found.append(path)
         else:
-            raise CtlError(f"there is no file {path}")
+            found.append(path)
     return found
 
 

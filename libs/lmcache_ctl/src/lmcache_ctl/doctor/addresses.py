@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
-from lmcache_ctl.doctor.configuration import Loaded
+from lmcache_core.config.options import directory_of_url, shown
+from lmcache_core.errors import ConfigError
+from lmcache_core.wire.json_http import check_base_url
+
+from lmcache_ctl.doctor.configuration import ENGINE, Loaded
 from lmcache_ctl.doctor.findings import Finding, Level
 
 CHECK: Final = "addresses"
@@ -22,7 +26,11 @@ class _Address(NamedTuple):
     where: str
     option: str
     host: str
-    port: int
+    port: int | None
+    """None: the host is the path of a Unix socket."""
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.host}" if self.port is None else f"{self.option} {self.host}:{self.port}"
 
 
 def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
@@ -35,10 +43,15 @@ def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]
             if url is None:
                 continue
             where = f"{file.kind} {file.path}"
-            if url.startswith("file:"):
-                found.append(_of_directory(where, option, Path(unquote(urlsplit(url).path))))
+            if file.kind == ENGINE and (problem := _not_http(option, url)):
+                found.append(Finding(Level.ERROR, CHECK, where, problem, "correct it, or leave it out where nothing needs it"))
+            elif url.startswith("file:"):
+                found.append(_of_directory(where, option, Path(directory_of_url(url))))
             else:
                 addresses += [_Address(where, option, *each) for each in _hosts(url)]
+        socket_path: str | None = getattr(settings, "sidecar_socket", None)
+        if socket_path is not None:
+            addresses.append(_Address(f"{file.kind} {file.path}", "sidecar_socket", socket_path, None))
     return found + asyncio.run(_of_all(list(dict.fromkeys(addresses))[:MAX_ADDRESSES], timeout_s))
 
 
@@ -47,24 +60,42 @@ async def _of_all(addresses: Sequence[_Address], timeout_s: float) -> list[Findi
 
 
 async def _of_one(address: _Address, timeout_s: float) -> Finding:
-    at = f"{address.option} {address.host}:{address.port}"
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(address.host, address.port)
+            if address.port is None:
+                _, writer = await asyncio.open_unix_connection(address.host)
+            else:
+                _, writer = await asyncio.open_connection(address.host, address.port)
     except (OSError, UnicodeError, TimeoutError) as exc:
         reason = getattr(exc, "strerror", None) or str(exc) or f"no answer within {timeout_s:g} s"
-        return Finding(Level.WARNING, CHECK, address.where, f"{at}: {reason}", FIX)
+        return Finding(Level.WARNING, CHECK, address.where, f"{address}: {reason}", FIX)
     writer.transport.abort()  # nothing was asked, so nothing is lost
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    return Finding(Level.OK, CHECK, address.where, at)
+    return Finding(Level.OK, CHECK, address.where, str(address))
 
 
 def _of_directory(where: str, option: str, path: Path) -> Finding:
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError:
+        is_directory = False
+    if is_directory:
         return Finding(Level.OK, CHECK, where, f"{option} {path}")
     return Finding(
         Level.WARNING, CHECK, where, f"{option} {path} is no directory", "mount the shared volume there, or create the directory"
     )
+
+
+def _not_http(option: str, url: str) -> str:
+    """What is wrong with the URL of an engine's HTTP service, which its settings leave to the client; "" for nothing."""
+    if option == "remote_url":
+        return ""
+    try:
+        check_base_url("its", url)
+        urlsplit(url).port  # noqa: B018 -- out of range is an error
+    except (ConfigError, ValueError) as exc:
+        return f"{option}={shown(url)}: {str(exc).removeprefix('its URL: ')}"
+    return ""
 
 
 def _hosts(url: str) -> list[tuple[str, int]]:

@@ -16,28 +16,33 @@ from lmcache_ctl.doctor.findings import Finding, Level
 from lmcache_ctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from lmcache_core.config import LMCacheEngineConfig
     from lmcache_servicekit.settings import ServiceSettings
 
 CHECK: Final = "configuration"
 ENGINE: Final = "engine"
 MODELS: Final = MappingProxyType(
     {
-        "lookup": ("lmcache_lookup.settings", "LookupSettings", "lmcache-lookup"),
-        "broker": ("lmcache_broker.settings", "BrokerSettings", "lmcache-broker"),
-        "storage": ("lmcache_storage.settings", "StorageSettings", "lmcache-storage"),
-        "sidecar": ("lmcache_sidecar.settings", "SidecarSettings", "lmcache-sidecar"),
-        "webhook": ("lmcache_webhook.settings", "WebhookSettings", "lmcache-webhook"),
+        "lookup": ("lmcache_lookup.settings", "LookupSettings", "lookup"),
+        "broker": ("lmcache_broker.settings", "BrokerSettings", "p2p_broker"),
+        "storage": ("lmcache_storage.settings", "StorageSettings", "cache_storage"),
+        "sidecar": ("lmcache_sidecar.settings", "SidecarSettings", "sidecar"),
+        "webhook": ("lmcache_webhook.settings", "WebhookSettings", "webhook"),
     }
 )
-"""Module and name of each service's model, and the package that brings it."""
+"""Module and name of each service's model, and the directory of `services/` that its package is in."""
 SECRET_FILES: Final = (
     *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
     *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
+    *("remote_token_file", "remote_tls_key_file", "peer_token_file", "peer_ticket_keys_file", "peer_tls_key_file"),
 )
 PLAIN_FILES: Final = (
     *("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file"),
     *("redis_tls_ca_file", "redis_tls_cert_file"),
+    *("remote_tls_ca_file", "remote_tls_cert_file"),
+    *("peer_tls_ca_file", "peer_tls_cert_file", "peer_tls_client_ca_file"),
 )
+"""Options with `remote` and `peer` are an engine's."""
 SERVER_IDENTITIES: Final = (
     ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),
@@ -62,7 +67,7 @@ class Loaded(NamedTuple):
     """A settings file that is good."""
 
     file: ConfigFile
-    settings: ServiceSettings
+    settings: ServiceSettings | LMCacheEngineConfig
 
 
 def parse_config_file(text: str) -> ConfigFile:
@@ -86,14 +91,14 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         try:
             settings = _load(file)
         except ModuleNotFoundError as exc:
-            package = MODELS[file.kind][2]
+            packages = f"./libs/lmcache_core ./services/servicekit ./services/{MODELS[file.kind][2]}"
             findings.append(
                 Finding(
                     Level.WARNING,
                     CHECK,
                     where,
                     f"not checked: {exc.name} is not installed here",
-                    f"pip install {package}, or check it in its image",
+                    f"install it from a checkout (pip install {packages}), or check it in its image",
                 )
             )
             continue
@@ -102,9 +107,10 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
             findings += [Finding(Level.ERROR, CHECK, where, line, fix) for line in str(exc).splitlines()]
             continue
         findings.append(Finding(Level.OK, CHECK, where, "is read by its service"))
+        loaded.append(Loaded(file, settings))
+        findings += _files_of(where, settings)
         if file.kind != ENGINE:
-            findings += _files_of(where, settings)
-            loaded.append(Loaded(file, settings))
+            findings += _protection_of(where, settings)
         findings += _certificates_of(where, settings)
     return findings, loaded
 
@@ -133,18 +139,26 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
             paths = [None if (value := getattr(settings, name, None)) is None else Path(value) for name in names]
             files = TlsFiles(*paths)
             is_told = tuple(files.paths[:2]) in seen
-            if files.cert_file is None or is_told or not all(path.exists() for path in files.paths):
+            if files.cert_file is None or is_told or not all(map(_exists, files.paths)):
                 continue
             seen.add(tuple(files.paths[:2]))
             yield check_identity(where, names[0], files.cert_file, functools.partial(context, files))
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # `_files_of` tells which
+        return False
+
+
 def _files_of(where: str, settings: Any) -> Iterator[Finding]:
     """What the settings name: can it be read, by whom, and is it what it should be."""
     for option in (*SECRET_FILES, *PLAIN_FILES):
-        path: Path | None = getattr(settings, option, None)
-        if path is None:
+        value = getattr(settings, option, None)
+        if value is None or (option.startswith("peer_") and not settings.enable_p2p):
             continue
+        path = Path(value)
         try:
             _read_as_the_service(option, path)
             mode = stat.S_IMODE(path.stat().st_mode)
@@ -156,6 +170,9 @@ def _files_of(where: str, settings: Any) -> Iterator[Finding]:
             yield Finding(Level.WARNING, "files", where, f"{option} {path} can be read by everybody ({mode:04o})", f"chmod o-r {path}")
         else:
             yield Finding(Level.OK, "files", where, f"{option} {path}")
+
+
+def _protection_of(where: str, settings: ServiceSettings) -> Iterator[Finding]:
     if settings.auth_tokens_file is None and settings.allow_anonymous:
         fix = "set auth_tokens_file, unless a NetworkPolicy is all the protection that is wanted"
         yield Finding(Level.WARNING, "security", where, "anybody who reaches it may call it (allow_anonymous)", fix)
@@ -170,9 +187,9 @@ def _read_as_the_service(option: str, path: Path) -> None:
 
     if option == "auth_tokens_file":
         TokenTable.from_file(path)
-    elif option == "service_token_file":
+    elif option.endswith("token_file"):
         TokenFile(path, option)
-    elif option == "ticket_keys_file":
+    elif option.endswith("ticket_keys_file"):
         TicketKeyFile(path)
     elif not path.read_bytes():
         raise ConfigError("it is empty")

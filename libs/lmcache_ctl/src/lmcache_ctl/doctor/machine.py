@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lmcache_ctl.doctor.configuration import Loaded
+from lmcache_ctl.doctor.configuration import ENGINE, Loaded
 from lmcache_ctl.doctor.findings import Finding, Level
 from lmcache_ctl.output import size_text
 
@@ -26,8 +26,9 @@ CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
     """For each settings file, what its service needs of the machine that this runs on."""
-    found = [one for file, settings in loaded for one in _of_one(f"{file.kind} {file.path}", file.kind, settings)]
-    return found + list(_limits(loaded)) if loaded else found
+    services = [one for one in loaded if one.file.kind != ENGINE]
+    found = [one for file, settings in services for one in _of_one(f"{file.kind} {file.path}", file.kind, settings)]
+    return found + list(_limits(services)) if services else found
 
 
 def _of_one(where: str, kind: str, settings: Any) -> Iterator[Finding]:
@@ -42,8 +43,8 @@ def _of_one(where: str, kind: str, settings: Any) -> Iterator[Finding]:
 
 def _arena(where: str, settings: Any) -> Iterator[Finding]:
     directory, wanted = settings.arena_path, int(settings.arena_gb * GIB)
-    at = _nearest(directory)
-    if problem := _cannot_write(at):
+    at, problem = _nearest(directory)
+    if problem:
         fix = "give the sidecar and its engines one user or group, or another arena_path"
         yield Finding(Level.ERROR, "shared memory", where, f"arena_path {directory}: {problem}", fix)
         return
@@ -58,7 +59,7 @@ def _arena(where: str, settings: Any) -> Iterator[Finding]:
         yield Finding(Level.ERROR, "shared memory", where, what, fix)
     else:
         yield Finding(Level.OK, "shared memory", where, f"{size_text(free)} for {size_text(wanted)}")
-    if directory.is_dir() and stat.S_IMODE(directory.stat().st_mode) & stat.S_IWOTH:
+    if at == directory and stat.S_IMODE(directory.stat().st_mode) & stat.S_IWOTH:
         what = f"everybody may write to arena_path {directory}: whoever does, decides what engines load"
         yield Finding(Level.ERROR, "shared memory", where, what, f"chmod o-w {directory}")
 
@@ -68,15 +69,15 @@ def _socket(where: str, path: Path) -> Iterator[Finding]:
     if length > MAX_SOCKET_PATH_BYTES:
         what = f"socket_path has {length} bytes, and a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
         yield Finding(Level.ERROR, "socket", where, what, "choose a shorter one")
-    elif problem := _cannot_write(_nearest(path.parent)):
+    elif problem := _nearest(path.parent)[1]:
         yield Finding(Level.ERROR, "socket", where, f"socket_path {path}: {problem}", "choose a directory that the sidecar may write to")
     else:
         yield Finding(Level.OK, "socket", where, str(path))
 
 
 def _disk(where: str, path: Path, wanted: int) -> Finding:
-    at = _nearest(path)
-    if problem := _cannot_write(at):
+    at, problem = _nearest(path)
+    if problem:
         return Finding(Level.ERROR, "disk", where, f"disk_path {path}: {problem}", "let the service's user write there (chown the volume)")
     free = _free_bytes(at) + _size_of(path)
     if free < wanted:
@@ -107,17 +108,21 @@ def _limits(loaded: Sequence[Loaded]) -> Iterator[Finding]:
         yield Finding(Level.ERROR, "limits", "this machine", what, "ulimit -f unlimited")
 
 
-def _nearest(path: Path) -> Path:
-    """It, or the nearest directory above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _cannot_write(directory: Path) -> str:
-    if not directory.is_dir():
-        return f"{directory} is no directory"
-    return "" if os.access(directory, os.W_OK | os.X_OK) else f"user {os.getuid()} may not write to {directory}"
+def _nearest(path: Path) -> tuple[Path, str]:
+    """Return the path, or the nearest one above it that exists, and why the service cannot write there; "" if it can."""
+    while True:
+        try:
+            is_directory = stat.S_ISDIR(path.stat().st_mode)
+            break
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            if path == path.parent:
+                return path, f"{exc.strerror}"
+            path = path.parent
+        except (OSError, ValueError) as exc:  # a name that is too long, or no name at all; a directory that may not be entered
+            return path, f"{getattr(exc, 'strerror', None) or exc}"
+    if not is_directory:
+        return path, f"{path} is no directory"
+    return path, "" if os.access(path, os.W_OK | os.X_OK) else f"user {os.getuid()} may not write to {path}"
 
 
 def _free_bytes(path: Path) -> int:
@@ -126,9 +131,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """What is there already is used again by the service that it belongs to."""
-    if not directory.is_dir():
-        return 0
+    """What is there already is used again by the service that it belongs to; 0 for a directory that is not there."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

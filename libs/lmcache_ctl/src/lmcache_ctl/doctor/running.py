@@ -43,9 +43,12 @@ def _of_one(state: ServiceState) -> Iterator[Finding]:
             yield Finding(
                 level, "ready", where, f"{check.name}: {check.detail}", f"see what {check.name} depends on, and the service's log"
             )
-    if state.problem and all(check.ok for check in state.checks):
+    refusal = state.problem if all(check.ok for check in state.checks) else ""
+    if refusal and state.state in (State.DEGRADED, State.UNREADY):
+        yield Finding(Level.ERROR, "ready", where, refusal, "look into its log")
+    elif refusal:
         fix = f"give a token of its auth_tokens_file by {HOW_TO_AUTHENTICATE}"
-        yield Finding(Level.ERROR, "token", where, state.problem, fix)
+        yield Finding(Level.ERROR, "token", where, refusal, fix)
     elif state.facts:
         yield Finding(Level.OK, "token", where, "taken")
     if state.kind is Kind.SIDECAR and state.facts.get("registered") == "no":

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from lmcache_core.concurrency import run_together
+from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -35,7 +36,10 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
         ConfigError: It is not one.
     """
     parts = urlsplit(url)
-    path = unquote(parts.path)
+    try:
+        path = directory_of_url(url)
+    except UnicodeEncodeError:  # its text would repeat the URL
+        raise ConfigError("remote url: no directory has such a name") from None
     if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
         raise ConfigError("remote url: must be file:///directory, the absolute path of a directory that exists")
     return FileBackend(Path(path), options)

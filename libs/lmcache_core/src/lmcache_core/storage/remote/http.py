@@ -81,6 +81,7 @@ class HttpBackend(StorageBackend):
     def __init__(self, base_url: str, options: RemoteOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._base_url = base_url
         self._options = options
+        self._auth = BearerAuth(options.token, "remote url")
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._figures = RemoteFigures()
@@ -98,7 +99,7 @@ class HttpBackend(StorageBackend):
             self._client = httpx.AsyncClient(
                 base_url=self._base_url,
                 headers=headers,
-                auth=BearerAuth(self._options.token),
+                auth=self._auth,
                 timeout=self._options.timeout_s,
                 transport=self._transport or StreamTransport(tls, MAX_CONNECTIONS),
                 event_hooks={"request": [_tell_whose]},
