@@ -13,7 +13,7 @@ from lmcache_webhook.injection.injector import Outcome, review_pod
 from lmcache_webhook.injection.options import InjectionOptions
 from lmcache_webhook.review import service
 from lmcache_webhook.review.schemas import AdmissionAnswer, AdmissionRequest, GroupVersionKind
-from lmcache_webhook.review.service import MAX_UNFINISHED, Reviewer
+from lmcache_webhook.review.service import MAX_BODY_BYTES, MAX_UNFINISHED, Reviewer
 
 from tests.fixtures.pods import plain
 
@@ -81,3 +81,14 @@ async def test_threads_that_do_not_end_are_bounded(hang: threading.Event, option
     for thread in reviews():
         thread.join(10)
     assert (await reviewer.answer(request("team-a"))).response.patch, "once they have ended, there is room"
+
+
+async def test_large_reviews_that_wait_are_bounded(hang: threading.Event, options: InjectionOptions) -> None:
+    reviewer = Reviewer(options, 1000)
+    held = asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES))
+    waiting = [asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert "too many large reviews" in refusal(await reviewer.answer(request("team-a"), MAX_BODY_BYTES))
+    hang.set()
+    await asyncio.gather(held, *waiting)
+    assert (await reviewer.answer(request("team-a"), MAX_BODY_BYTES)).response.patch, "there is room again"

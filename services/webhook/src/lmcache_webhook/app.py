@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
 from fastapi import FastAPI
 from lmcache_servicekit.app import BodyBounds, create_service_app
@@ -15,13 +14,8 @@ from lmcache_webhook.injection.options import InjectionOptions, Tenant
 from lmcache_webhook.injection.template import check_cpu, read_template
 from lmcache_webhook.metrics import WebhookCollector
 from lmcache_webhook.review.routes import router
-from lmcache_webhook.review.service import Reviewer
+from lmcache_webhook.review.service import MAX_BODY_BYTES, Reviewer
 from lmcache_webhook.settings import WebhookSettings
-
-# Pods have a few KiB, rarely a hundred. API servers take requests of 3 MiB, but the worst pod of that
-# size costs over REVIEW_TIMEOUT_S of the processor, and 70 MiB of a container that has 256; of 1 MiB
-# it is half the time and 24 MiB. A larger review is answered 413: the pod starts as it is.
-_BODIES: Final = BodyBounds(max_body_bytes=1 << 20)
 
 
 def create_app(settings: WebhookSettings) -> FastAPI:
@@ -38,7 +32,7 @@ def create_app(settings: WebhookSettings) -> FastAPI:
         app.state.webhook = WebhookParts(reviewer)
         yield
 
-    return create_service_app(settings, "lmcache-webhook", lifespan=lifespan, routers=[router], bodies=_BODIES)
+    return create_service_app(settings, "lmcache-webhook", lifespan=lifespan, routers=[router], bodies=BodyBounds(MAX_BODY_BYTES))
 
 
 def injection_options(settings: WebhookSettings) -> InjectionOptions:
