@@ -202,6 +202,25 @@ class SidecarConnection:
         with self._turn_within(SEND_TIMEOUT_S):
             return self._send(request, expected, SEND_TIMEOUT_S)
 
+    @property
+    def unanswered_s(self) -> float:
+        """Age of the oldest question whose answer has not been read; 0.0 if there is none."""
+        try:
+            return time.monotonic() - self._unanswered[0].sent_at
+        except IndexError:  # without the turn, another thread may just have read it
+            return 0.0
+
+    def read_arrived(self) -> float:
+        """Read the answers that have arrived; return the age of the oldest question without one.
+
+        Raises:
+            UnavailableError: The connection is gone or busy.
+            ProtocolError: The sidecar refused a request, or answered something else.
+        """
+        with self._turn_within(SEND_TIMEOUT_S):
+            self._read_arrived()
+            return self.unanswered_s
+
     def answer_to(self, question: Question[A], wait_s: float) -> A | None:
         """Return the answer if it arrives within `wait_s`, else None; the connection stays open.
 
@@ -262,9 +281,7 @@ class SidecarConnection:
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
         connection = self._usable_socket()
         if len(self._unanswered) >= MAX_UNANSWERED:
-            # Read answers that have arrived and were not fetched.
-            with contextlib.suppress(TimeoutError, BlockingIOError):
-                self._read_until(self._unanswered[-1], 0.0)
+            self._read_arrived()  # some may have arrived and not been fetched
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
         message = self._encode(request)
@@ -296,6 +313,11 @@ class SidecarConnection:
         except OSError as exc:
             raise self._broken(exc) from exc
 
+    def _read_arrived(self) -> None:
+        if self._unanswered:
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                self._read_until(self._unanswered[-1], 0.0)
+
     def _read_until(self, question: Question[A], deadline: float) -> None:
         """Read answers up to that one.
 
@@ -305,7 +327,9 @@ class SidecarConnection:
         """
         while question.answer is None:
             connection = self._usable_socket()
-            self._flush(connection, deadline)
+            # A sidecar that waits for us to read its answers takes no more questions until we do.
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                self._flush(connection, deadline)
             try:
                 answer = decode_answer(self._next_frame(connection, deadline))
             except ProtocolError as exc:

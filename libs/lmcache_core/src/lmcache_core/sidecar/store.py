@@ -258,7 +258,7 @@ class SidecarChunkStore:
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
         """Say which tickets have been given back, and wait for no answer; whether all of them have been said."""
         while self._unsaid:
-            if self._links.send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
+            if self._send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
                 return False
             del self._unsaid[: m.MAX_BATCH]
         return True
@@ -271,11 +271,17 @@ class SidecarChunkStore:
         self._asked.pop(ticket, None)
         # A ticket that was given back may be asked for again: the sidecar must hear of it in that order.
         may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
-        question = self._links.send(connection, request, m.StageOk) if may_ask else None
+        question = self._send(connection, request, m.StageOk) if may_ask else None
         if question is None:
             return None
         self._asked[ticket] = _Asked(connection, question, request)
         return self._asked[ticket]
+
+    def _send(self, connection: SidecarConnection, request: m.Message, expected: type[A]) -> Question[A] | None:
+        question = self._links.send(connection, request, expected)
+        if question is None and connection.is_open:
+            self._pace.unsent(connection.unanswered_s)
+        return question
 
     def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
         """What to say of a question without an answer: wait, or do without it."""
@@ -298,7 +304,7 @@ class SidecarChunkStore:
     def _probe(self) -> float | None:
         connection = self._link.connection
         if connection is None:
-            return None
+            return None  # nothing is known: the next connection is measured when it is made
         return self._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, self._timeout_s)
 
     @property
