@@ -14,7 +14,7 @@ from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import messages as m
 from lmcache_core.sidecar import pace as pace_module
-from lmcache_core.sidecar.connection import MAX_UNANSWERED
+from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.telemetry import Counters
 
@@ -260,6 +260,49 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     pace.close()
     pace.took(1.0)
     assert len(probes) == 2
+
+
+def test_an_answer_is_timed_when_it_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read it along with its own; the probing thread looks later."""
+    with held(tmp_path) as (store, _, go):
+        go.set()
+        connection = store._link.connection
+        assert connection is not None
+        await_answer = connection.await_answer
+
+        def noticed_late(question: Question[m.ReleaseOk], timeout_s: float) -> m.ReleaseOk | None:
+            answer = await_answer(question, timeout_s)
+            time.sleep(1.0)
+            return answer
+
+        monkeypatch.setattr(connection, "await_answer", noticed_late)
+        assert store._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, TIMEOUT_S) < 0.9
+
+
+def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
+    """Also by a client that has nothing to describe; and a probe in its thread finds the connection."""
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+
+        def script(request: m.Message) -> Answer:
+            if isinstance(request, m.Hello):
+                time.sleep(0.1)
+                return sidecar.welcome(capabilities=m.CAPABILITIES)
+            may_answer.wait(PATIENCE_S)
+            return m.ReleaseOk()
+
+        may_answer = threading.Event()
+        sidecar.script = script
+        store = SidecarChunkStore(sidecar.path, HELLO, TIMEOUT_S, Counters())
+        store.open(lambda salt: None)
+        try:
+            eventually(lambda: m.Release(()) in sidecar.requests, "nothing finds out whether it is still late")
+            assert not store.is_worth(0.0)
+            assert store.is_worth(MUCH_S)
+            may_answer.set()
+            eventually(lambda: store.is_worth(0.0), "it is held against it for ever")
+        finally:
+            may_answer.set()
+            store.close()
 
 
 def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:

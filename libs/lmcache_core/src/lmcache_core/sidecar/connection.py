@@ -47,7 +47,7 @@ _FIXES: dict[type[Exception], str] = {
 
 
 class Question(Generic[A]):
-    """A request that was sent; `answer` is None until it has been read.
+    """A request that was sent; `answer` is None until it has been read, `took_s` seconds later.
 
     Args:
         request: What was sent.
@@ -59,6 +59,7 @@ class Question(Generic[A]):
         self.expected = expected
         self.answer: A | None = None
         self.sent_at = time.monotonic()
+        self.took_s = 0.0
 
 
 class SidecarConnection:
@@ -91,6 +92,8 @@ class SidecarConnection:
         self._received = bytearray()
         self._unsent = bytearray()
         self._welcome: HelloOk | None = None
+        self.greeting_s = 0.0
+        """How long the sidecar took to answer HELLO."""
         self._arena: SharedArena | None = None
         self.verifier = HotVerifier("always")
 
@@ -142,8 +145,10 @@ class SidecarConnection:
             connection.close()
             raise UnavailableError(f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}") from exc
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
+        begin = time.monotonic()
         try:
             self._welcome = self._greet()
+            self.greeting_s = time.monotonic() - begin
             self._arena = attach_shared_arena(Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation)
         except (UnavailableError, ProtocolError):
             self.close()
@@ -366,6 +371,7 @@ class SidecarConnection:
 
     def _accept(self, question: Question[Message], answer: Message) -> None:
         if isinstance(answer, question.expected):
+            question.took_s = time.monotonic() - question.sent_at
             question.answer = answer
             return
         if isinstance(answer, Refused):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,8 @@ class SidecarChunkStore:
         self._link = SidecarLink(path, hello, timeout_s, self._greeted)
         self._load_link = SidecarLink(path, hello, timeout_s, lambda connection: None) if loads_beside else self._link
         self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
+        # What is probed, also before the link shows it. Weak, since it keeps its arena mapped.
+        self._newest: Callable[[], SidecarConnection | None] = lambda: None
         self._pace = Pace(self._probe)
         self._step_s = timeout_s / STEP_SHARE
         self._asked: dict[str, _Asked] = {}
@@ -302,8 +305,8 @@ class SidecarChunkStore:
         return answer
 
     def _probe(self) -> float | None:
-        connection = self._link.connection
-        if connection is None:
+        connection = self._newest()
+        if connection is None or not connection.is_open:
             return None  # nothing is known: the next connection is measured when it is made
         return self._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, self._timeout_s)
 
@@ -315,10 +318,13 @@ class SidecarChunkStore:
         """Before anybody else can use the connection."""
         welcome = connection.welcome
         self._on_salt(welcome.salt)
+        took_s = connection.greeting_s
         if self._describe is not None and m.DESCRIBE in welcome.capabilities:
             begin = time.monotonic()
             connection.call(self._describe(welcome.salt), m.DescribeOk)
-            self._pace.took(time.monotonic() - begin)
+            took_s = time.monotonic() - begin
+        self._newest = weakref.ref(connection)
+        self._pace.took(took_s)
 
     def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)
