@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import messages as m
-from lmcache_core.sidecar.connection import MAX_UNANSWERED
+from lmcache_core.sidecar import pace as pace_module
+from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.telemetry import Counters
 
@@ -66,6 +68,12 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a busy machine makes an answer late that is not, or a question that was just sent."""
+    monkeypatch.setattr(pace_module, "QUICK_S", 0.25)
+
+
 def asked(sidecar: ScriptedSidecar) -> list[str]:
     return [type(request).__name__ for request in sidecar.requests if request != m.Release(())]
 
@@ -80,6 +88,7 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
         assert sidecar.num_connections == 1
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
@@ -96,6 +105,7 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
         assert sidecar.num_connections == 1, "an answer that came late has cost a connection"
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
     with held(tmp_path, timeout_s=0.2) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
@@ -105,6 +115,63 @@ def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Pa
         eventually(lambda: store.stage("u", CHAINS, wait_s=PATIENCE_S, saving_s=MUCH_S) == GOOD, "it is not asked again")
 
 
+@pytest.mark.parametrize(
+    ("num_chunks", "num_before", "num_after"),
+    [(4000, 0, 6), (3, MAX_UNANSWERED - 1, 0)],
+    ids=["bytes", "requests"],
+)
+def test_a_sidecar_that_hangs_is_given_up_although_nothing_more_can_be_sent(
+    tmp_path: Path, num_chunks: int, num_before: int, num_after: int
+) -> None:
+    """The socket's buffer is full, or too many answers are missing: the probe cannot be sent either."""
+    chains = [chain_of(range(num_chunks))]
+    with held(tmp_path, timeout_s=0.2) as (store, sidecar, _):
+        for number in range(num_before):
+            store.unstage([f"u{number}"])
+        for number in range(num_after):
+            store.stage(f"t{number}", chains, wait_s=0.0, saving_s=MUCH_S)
+
+        def is_given_up() -> bool:
+            store.stage("t", chains, wait_s=0.0, saving_s=MUCH_S)
+            return sidecar.num_connections > 1
+
+        eventually(is_given_up, "the connection is kept for ever")
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: Path) -> None:
+    """Nobody asks for their answers any more; the requests that follow must not try in vain."""
+    with held(tmp_path) as (store, sidecar, _):
+        for number in range(MAX_UNANSWERED + 1):
+            store.unstage([f"t{number}"])
+        eventually(lambda: not store.stage("t", CHAINS, wait_s=0.0) and not store.is_worth(0.0), "it counts as quick")
+        assert store.is_worth(MUCH_S), "an answer may only not have been read"
+        assert "Stage" not in asked(sidecar)
+
+
+def test_a_probe_that_could_not_be_sent_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has its turn just then. The sidecar is as late as before, and is probed again."""
+    with held(tmp_path) as (store, _, go):
+        connection, probe = store._link.connection, store._pace._probe
+        assert connection is not None
+        probes: list[float | None] = []
+
+        def counted() -> float | None:
+            took_s = probe()
+            probes.append(took_s)
+            return took_s
+
+        monkeypatch.setattr(store._pace, "_probe", counted)
+        with connection._turn:
+            store._pace.wasted(2 * QUICK_S)
+            eventually(lambda: probes, "it is not probed")
+            time.sleep(0.05)
+            assert not store.is_worth(0.0), "nothing has been answered"
+        go.set()
+        eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick")
+
+
+@pytest.mark.usefixtures("unhurried")
 def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         go.set()
@@ -193,6 +260,49 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     pace.close()
     pace.took(1.0)
     assert len(probes) == 2
+
+
+def test_an_answer_is_timed_when_it_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read it along with its own; the probing thread looks later."""
+    with held(tmp_path) as (store, _, go):
+        go.set()
+        connection = store._link.connection
+        assert connection is not None
+        await_answer = connection.await_answer
+
+        def noticed_late(question: Question[m.ReleaseOk], timeout_s: float) -> m.ReleaseOk | None:
+            answer = await_answer(question, timeout_s)
+            time.sleep(1.0)
+            return answer
+
+        monkeypatch.setattr(connection, "await_answer", noticed_late)
+        assert store._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, TIMEOUT_S) < 0.9
+
+
+def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
+    """Also by a client that has nothing to describe; and a probe in its thread finds the connection."""
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+
+        def script(request: m.Message) -> Answer:
+            if isinstance(request, m.Hello):
+                time.sleep(0.1)
+                return sidecar.welcome(capabilities=m.CAPABILITIES)
+            may_answer.wait(PATIENCE_S)
+            return m.ReleaseOk()
+
+        may_answer = threading.Event()
+        sidecar.script = script
+        store = SidecarChunkStore(sidecar.path, HELLO, TIMEOUT_S, Counters())
+        store.open(lambda salt: None)
+        try:
+            eventually(lambda: m.Release(()) in sidecar.requests, "nothing finds out whether it is still late")
+            assert not store.is_worth(0.0)
+            assert store.is_worth(MUCH_S)
+            may_answer.set()
+            eventually(lambda: store.is_worth(0.0), "it is held against it for ever")
+        finally:
+            may_answer.set()
+            store.close()
 
 
 def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:

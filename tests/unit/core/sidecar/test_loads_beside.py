@@ -86,7 +86,9 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
             is_lifted.set()
             thread.join()
         assert loaded == [True]
-        (aborted_by, aborted), (released_by, released) = said
+        # A busy machine makes the sidecar late: then it is probed by an empty `Release`.
+        given_back = [(thread_id, request) for thread_id, request in said if request != m.Release(())]
+        (aborted_by, aborted), (released_by, released) = given_back
         assert (aborted, released) == (m.Abort((3,)), m.Release((7,)))
         assert aborted_by != released_by, "what a connection has lent goes back through that one"
 

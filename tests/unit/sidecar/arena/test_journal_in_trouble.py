@@ -9,11 +9,11 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory.arena_locks import generations_in, join_generation
-from lmcache_core.memory.shared import NOT_NOW
 from lmcache_core.testing.chunks import make_key
 from lmcache_sidecar.arena import books as books_module
 from lmcache_sidecar.arena import journal as journal_module
@@ -149,30 +149,73 @@ def test_what_stands_in_the_way_of_a_draft_is_named_and_not_the_journal(tmp_path
         ArenaStart(tmp_path)
 
 
-@pytest.mark.parametrize("code", sorted(NOT_NOW), ids=errno.errorcode.get)
+PASSING = [
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.ETXTBSY,
+]
+"""Errors that say nothing about what is there."""
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", [FILE_NAME, "kv.arena"])
 def test_a_start_that_cannot_open_what_is_there_just_now_loses_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    """No descriptors, no memory: that says nothing about the arena. The start waits, and finds it again."""
+    """No descriptors, no memory, no permission: that says nothing about the arena. The start waits, and finds it again."""
     leave(tmp_path, "ab")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing_for(tmp_path / name, code))
-        with pytest.raises(CapacityError):
+        patch.setattr(os, "open", failing_for(tmp_path / name, code, os.open))
+        with pytest.raises(CapacityError, match=name):
             ArenaStart(tmp_path)
-    second = ArenaStart(tmp_path)
+    assert_nothing_is_lost(tmp_path)
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["statvfs", "fstat", "fchmod", "lstat"])
+def test_a_start_that_cannot_look_at_what_is_there_loses_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    start = ArenaStart(tmp_path)
+    start.store("a")
+    start.store("b")
+    client = join_generation(tmp_path, start.keeper.arena.generation)
+    (lent,) = start.reserve(1000)
+    start.kill()
+    failing = failing_for(None, code, getattr(os, call))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        if call == "lstat":  # also as `Path` spells it
+            patch.setattr(os, "stat", failing_for(tmp_path / f"{start.keeper.arena.generation:016x}.generation", code, os.stat))
+            patch.setattr(Path, "lstat", failing)
+        with pytest.raises((CapacityError, ConfigError)):
+            ArenaStart(tmp_path)
+    client.release()
+    assert lent.byte_array[:] is not None
+    assert_nothing_is_lost(tmp_path)
+
+
+def assert_nothing_is_lost(directory: Path) -> None:
+    second = ArenaStart(directory)
     second.recover()
     assert second.served() == names_of(second, "ab")
     second.stop()
 
 
-def failing_for(path: Path, code: int) -> Callable[..., int]:
-    opened = os.open
+def failing_for(path: Path | None, code: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the system that fails for that path; None: for each."""
 
-    def failing(what: object, *arguments: int, **options: object) -> int:
-        if what == path:
+    def failing(what: object, *arguments: object, **options: object) -> Any:
+        if path is None or what == path:
             raise OSError(code, os.strerror(code), str(path))
-        return opened(what, *arguments, **options)  # type: ignore[call-overload, no-any-return]
+        return call(what, *arguments, **options)
 
     return failing
 

@@ -8,7 +8,6 @@ generation, in the same file where that fits: `arena_locks` tells when the clien
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import secrets
@@ -35,9 +34,6 @@ _MADV_POPULATE_WRITE = 23
 """Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it. Unlike a write it fails where there is
 no room."""
 _MAX_PAGE_BYTES = 1 << 30
-
-NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
-"""Errors of the environment, which may be gone in a moment."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,13 @@ class ArenaFile:
         return self.directory / FILE_NAME
 
     def num_bytes(self) -> int:
-        """The size in whole pages: on hugetlbfs those of the volume."""
-        page = mmap.PAGESIZE
-        with contextlib.suppress(OSError):
-            block = os.statvfs(self.directory).f_bsize
-            page = block if page < block <= _MAX_PAGE_BYTES and block % page == 0 else page
+        """The size in whole pages: on hugetlbfs those of the volume.
+
+        Raises:
+            OSError: The volume does not tell.
+        """
+        page, block = mmap.PAGESIZE, os.statvfs(self.directory).f_bsize
+        page = block if page < block <= _MAX_PAGE_BYTES and block % page == 0 else page
         return -(-self.size // page) * page
 
     def create(self, lock: FileLock) -> SharedArena:
@@ -110,11 +108,11 @@ class ArenaFile:
             ConfigError: The directory cannot be written to.
         """
         try:
+            size = self.num_bytes()
             self.remove()
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, self.mode)
         except OSError as exc:
             raise self._refused(exc) from exc
-        size = self.num_bytes()
         try:
             os.fchmod(fd, self.mode)
             if self.huge_pages:
@@ -140,15 +138,14 @@ class ArenaFile:
             lock: On the directory.
 
         Raises:
-            ConfigError: The directory cannot be written to.
             CapacityError: It cannot be opened just now, which says nothing about what is in it.
         """
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as exc:
-            if exc.errno in NOT_NOW:
-                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
-            return None
+            if is_none_of_ours(self.path, exc):
+                return None
+            raise cannot_be_opened(self.path, exc) from exc
         try:
             status = os.fstat(fd)
             size = self.num_bytes()
@@ -160,9 +157,7 @@ class ArenaFile:
         except (OverflowError, ValueError):
             return None
         except OSError as exc:
-            if exc.errno in NOT_NOW:
-                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
-            raise self._refused(exc) from exc
+            raise cannot_be_opened(self.path, exc) from exc
         finally:
             os.close(fd)
 
@@ -184,6 +179,22 @@ class ArenaFile:
 
     def _refused(self, exc: OSError) -> ConfigError:
         return ConfigError(f"arena_path={str(self.directory)!r}: {exc.strerror}; choose a directory that this user can write to")
+
+
+def is_none_of_ours(path: Path, exc: OSError) -> bool:
+    """Whether opening failed since no file of this user is there, and not for a reason that may pass."""
+    if isinstance(exc, FileNotFoundError):
+        return True
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid()
+
+
+def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
+    """What to raise where a file of an earlier start is there and cannot be used just now."""
+    return CapacityError(f"{path}: {exc.strerror}; what is in it is kept: let this user open it, or remove it to start without")
 
 
 def create_shared_arena(directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False) -> SharedArena:

@@ -47,7 +47,7 @@ _FIXES: dict[type[Exception], str] = {
 
 
 class Question(Generic[A]):
-    """A request that was sent; `answer` is None until it has been read.
+    """A request that was sent; `answer` is None until it has been read, `took_s` seconds later.
 
     Args:
         request: What was sent.
@@ -59,6 +59,7 @@ class Question(Generic[A]):
         self.expected = expected
         self.answer: A | None = None
         self.sent_at = time.monotonic()
+        self.took_s = 0.0
 
 
 class SidecarConnection:
@@ -91,6 +92,8 @@ class SidecarConnection:
         self._received = bytearray()
         self._unsent = bytearray()
         self._welcome: HelloOk | None = None
+        self.greeting_s = 0.0
+        """How long the sidecar took to answer HELLO."""
         self._arena: SharedArena | None = None
         self.verifier = HotVerifier("always")
 
@@ -142,8 +145,10 @@ class SidecarConnection:
             connection.close()
             raise UnavailableError(f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}") from exc
         self._socket, self._pid, self._is_usable = connection, os.getpid(), True
+        begin = time.monotonic()
         try:
             self._welcome = self._greet()
+            self.greeting_s = time.monotonic() - begin
             self._arena = attach_shared_arena(Path(self._welcome.arena_path), self._welcome.arena_bytes, self._welcome.generation)
         except (UnavailableError, ProtocolError):
             self.close()
@@ -201,6 +206,25 @@ class SidecarConnection:
         """
         with self._turn_within(SEND_TIMEOUT_S):
             return self._send(request, expected, SEND_TIMEOUT_S)
+
+    @property
+    def unanswered_s(self) -> float:
+        """Age of the oldest question whose answer has not been read; 0.0 if there is none."""
+        try:
+            return time.monotonic() - self._unanswered[0].sent_at
+        except IndexError:  # without the turn, another thread may just have read it
+            return 0.0
+
+    def read_arrived(self) -> float:
+        """Read the answers that have arrived; return the age of the oldest question without one.
+
+        Raises:
+            UnavailableError: The connection is gone or busy.
+            ProtocolError: The sidecar refused a request, or answered something else.
+        """
+        with self._turn_within(SEND_TIMEOUT_S):
+            self._read_arrived()
+            return self.unanswered_s
 
     def answer_to(self, question: Question[A], wait_s: float) -> A | None:
         """Return the answer if it arrives within `wait_s`, else None; the connection stays open.
@@ -262,9 +286,7 @@ class SidecarConnection:
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
         connection = self._usable_socket()
         if len(self._unanswered) >= MAX_UNANSWERED:
-            # Read answers that have arrived and were not fetched.
-            with contextlib.suppress(TimeoutError, BlockingIOError):
-                self._read_until(self._unanswered[-1], 0.0)
+            self._read_arrived()  # some may have arrived and not been fetched
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise UnavailableError(f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet")
         message = self._encode(request)
@@ -296,6 +318,11 @@ class SidecarConnection:
         except OSError as exc:
             raise self._broken(exc) from exc
 
+    def _read_arrived(self) -> None:
+        if self._unanswered:
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                self._read_until(self._unanswered[-1], 0.0)
+
     def _read_until(self, question: Question[A], deadline: float) -> None:
         """Read answers up to that one.
 
@@ -305,7 +332,9 @@ class SidecarConnection:
         """
         while question.answer is None:
             connection = self._usable_socket()
-            self._flush(connection, deadline)
+            # A sidecar that waits for us to read its answers takes no more questions until we do.
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                self._flush(connection, deadline)
             try:
                 answer = decode_answer(self._next_frame(connection, deadline))
             except ProtocolError as exc:
@@ -342,6 +371,7 @@ class SidecarConnection:
 
     def _accept(self, question: Question[Message], answer: Message) -> None:
         if isinstance(answer, question.expected):
+            question.took_s = time.monotonic() - question.sent_at
             question.answer = answer
             return
         if isinstance(answer, Refused):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -55,21 +56,27 @@ class SidecarLinks:
         """See `SidecarConnection.answer_to`; None if there is no answer (yet)."""
         return self._tried(connection, lambda: connection.answer_to(question, wait_s))
 
-    def seconds_to_answer(self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float) -> float | None:
+    def seconds_to_answer(self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float) -> float:
         """Ask without keeping other threads from asking, and return how long the answer took.
 
-        A connection that does not answer within `timeout_s` is given up; then, and if it cannot be asked, return None.
+        Return infinity if there is no answer, or the question cannot be sent just now. A connection
+        that leaves this question or an earlier one unanswered for `timeout_s` is given up.
         """
         question = self.send(connection, request, expected)
         if question is None:
-            return None
+            # It may be full of questions that a hanging sidecar does not read. While another
+            # thread has the turn, nothing is known: its call has a deadline of its own.
+            unanswered_s = self._tried(connection, connection.read_arrived)
+            if unanswered_s is not None and unanswered_s > timeout_s:
+                self.give_up(connection, f"an earlier request was not answered within {timeout_s:g} s")
+            return math.inf
         try:
             if connection.await_answer(question, timeout_s) is not None:
-                return time.monotonic() - question.sent_at
+                return question.took_s
             self.give_up(connection, f"{question.name} was not answered within {timeout_s:g} s")
         except (UnavailableError, ProtocolError) as exc:
             self._lost(connection, exc, 0.0)  # the engine did not wait
-        return None
+        return math.inf
 
     def give_up(self, connection: SidecarConnection, why: str) -> None:
         """Close a connection whose sidecar cannot be trusted, or missed a message that it must know."""

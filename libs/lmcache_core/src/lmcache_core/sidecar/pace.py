@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,8 @@ class Pace:
     """The last known time of an answer, and a thread that asks again in the background while that is long. Thread-safe.
 
     Args:
-        probe: Asks the sidecar for nothing; returns how long its answer took, None if there is none.
+        probe: Asks the sidecar for nothing; returns how long its answer took, infinity if it has
+            not answered or could not be asked just now, None without a connection.
     """
 
     def __init__(self, probe: Callable[[], float | None]) -> None:
@@ -66,6 +68,12 @@ class Pace:
         """Note that a caller has waited so long for nothing."""
         self.took(seconds, min(REST_PER_LOSS * seconds, MAX_REST_S))
 
+    def unsent(self, unanswered_s: float) -> None:
+        """Note that a question could not be sent, while an earlier one has had no answer for so long."""
+        if self.is_quick:
+            # That answer may have come and not been read: the probe finds out.
+            self.took(min(unanswered_s, 2 * QUICK_S))
+
     def close(self) -> None:
         """End the thread, after the probe that is under way. Idempotent."""
         with self._lock:
@@ -86,6 +94,6 @@ class Pace:
                     self._took_s = 0.0
                     self._thread = None
                     return
-            if took_s > QUICK_S:
+            if QUICK_S < took_s < math.inf:
                 self._took_s = took_s
             wait_s = PROBE_S

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,8 @@ class SidecarChunkStore:
         self._link = SidecarLink(path, hello, timeout_s, self._greeted)
         self._load_link = SidecarLink(path, hello, timeout_s, lambda connection: None) if loads_beside else self._link
         self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
+        # What is probed, also before the link shows it. Weak, since it keeps its arena mapped.
+        self._newest: Callable[[], SidecarConnection | None] = lambda: None
         self._pace = Pace(self._probe)
         self._step_s = timeout_s / STEP_SHARE
         self._asked: dict[str, _Asked] = {}
@@ -258,7 +261,7 @@ class SidecarChunkStore:
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
         """Say which tickets have been given back, and wait for no answer; whether all of them have been said."""
         while self._unsaid:
-            if self._links.send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
+            if self._send(connection, m.Unstage(tuple(self._unsaid[: m.MAX_BATCH])), m.UnstageOk) is None:
                 return False
             del self._unsaid[: m.MAX_BATCH]
         return True
@@ -271,11 +274,17 @@ class SidecarChunkStore:
         self._asked.pop(ticket, None)
         # A ticket that was given back may be asked for again: the sidecar must hear of it in that order.
         may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
-        question = self._links.send(connection, request, m.StageOk) if may_ask else None
+        question = self._send(connection, request, m.StageOk) if may_ask else None
         if question is None:
             return None
         self._asked[ticket] = _Asked(connection, question, request)
         return self._asked[ticket]
+
+    def _send(self, connection: SidecarConnection, request: m.Message, expected: type[A]) -> Question[A] | None:
+        question = self._links.send(connection, request, expected)
+        if question is None and connection.is_open:
+            self._pace.unsent(connection.unanswered_s)
+        return question
 
     def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
         """What to say of a question without an answer: wait, or do without it."""
@@ -296,9 +305,9 @@ class SidecarChunkStore:
         return answer
 
     def _probe(self) -> float | None:
-        connection = self._link.connection
-        if connection is None:
-            return None
+        connection = self._newest()
+        if connection is None or not connection.is_open:
+            return None  # nothing is known: the next connection is measured when it is made
         return self._links.seconds_to_answer(connection, m.Release(()), m.ReleaseOk, self._timeout_s)
 
     @property
@@ -309,10 +318,13 @@ class SidecarChunkStore:
         """Before anybody else can use the connection."""
         welcome = connection.welcome
         self._on_salt(welcome.salt)
+        took_s = connection.greeting_s
         if self._describe is not None and m.DESCRIBE in welcome.capabilities:
             begin = time.monotonic()
             connection.call(self._describe(welcome.salt), m.DescribeOk)
-            self._pace.took(time.monotonic() - begin)
+            took_s = time.monotonic() - begin
+        self._newest = weakref.ref(connection)
+        self._pace.took(took_s)
 
     def _reserve_batch(self, connection: SidecarConnection, shapes: Sequence[Sequence[int]], dtype: str) -> list[MemoryObj | None]:
         sizes = tuple(num_bytes(shape, dtype) for shape in shapes)

@@ -9,8 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from lmcache_core.errors import CapacityError
-from lmcache_core.memory.shared import NOT_NOW
+from lmcache_core.memory.shared import cannot_be_opened, is_none_of_ours
 
 from lmcache_sidecar.arena.entries import AnyEntry, JournalError, framed, read_entries
 
@@ -116,9 +115,9 @@ class Journal:
                     raise JournalError(f"{self.path} is not a file that this user alone may write")
                 data = file.read(2 * MAX_JOURNAL_BYTES + 1)
         except OSError as exc:
-            if exc.errno in NOT_NOW:
-                raise CapacityError(f"{self.path}: {exc.strerror}") from exc
-            raise JournalError(f"{self.path}: {exc.strerror}") from exc
+            if is_none_of_ours(self.path, exc):
+                raise JournalError(f"{self.path}: {exc.strerror}") from exc
+            raise cannot_be_opened(self.path, exc) from exc
         if len(data) > 2 * MAX_JOURNAL_BYTES:
             raise JournalError(f"{self.path} is longer than any that is written")
         return read_entries(data)

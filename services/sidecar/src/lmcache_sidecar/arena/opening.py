@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmcache_core.errors import ConfigError
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.arena_locks import FileLock, forget_generation, generation_path, generations_in, own_directory
-from lmcache_core.memory.shared import ArenaFile
+from lmcache_core.memory.shared import ArenaFile, cannot_be_opened
 
 from lmcache_sidecar.arena.books import ExtentBooks
 from lmcache_sidecar.arena.entries import JournalError
@@ -69,8 +69,13 @@ def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[Shared
     try:
         found = replay(journal.read(), arena.size, arena.inode)
         for generation in found.lent:
-            if not generation_path(file.directory, generation).exists():
-                raise JournalError(f"whether the clients of generation {generation:016x} are gone cannot be told")
+            path = generation_path(file.directory, generation)
+            try:
+                path.lstat()  # `exists` would take any error for absence
+            except FileNotFoundError as exc:
+                raise JournalError(f"whether the clients of generation {generation:016x} are gone cannot be told") from exc
+            except OSError as exc:
+                raise cannot_be_opened(path, exc) from exc
     except JournalError as exc:
         logger.warning("the arena of an earlier start is not used again: %s", exc)
         return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lmcache_core.integrations.vllm import adapters as module
+from lmcache_core.integrations.vllm import file_digests
 from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.identity import KVIdentity, Roots
 from lmcache_core.integrations.vllm.naming import Namer
@@ -54,6 +57,23 @@ def test_adapters_are_told_by_name_and_content(adapters: Adapters, tmp_path: Pat
     found = [adapters.name_of(adapter) for adapter in (first, copied, renamed, other)]
     assert found[0] == found[1]
     assert len({None, "", *found}) == 5
+
+
+def test_naming_an_adapter_does_not_wait_for_another_process_that_reads_it(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread names it: while that waits, the engine does nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_digests, "MIN_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(file_digests, "MAX_LOCK_WAIT_S", 10.0)
+    adapter = Adapter("a", str(make_adapter(tmp_path / "1", "one")), 1)
+    name = adapters.name_of(adapter)
+    (lock,) = (tmp_path / "cache" / "lmcache").glob("*.lock")
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        assert Adapters().name_of(adapter) == name
+        assert time.monotonic() - begin < 5
 
 
 def test_an_adapter_whose_files_have_changed(adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

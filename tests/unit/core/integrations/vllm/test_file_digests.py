@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -107,6 +108,21 @@ def test_processes_that_start_together_read_once(files: list[Path], reads: list[
     assert len(found) == 4
     assert all(digests == found[0] for digests in found)
     assert len(reads) == 5
+
+
+def test_a_caller_that_must_not_wait_reads_what_another_process_is_reading(files: list[Path], reads: list[Path], tmp_path: Path) -> None:
+    expected = file_digests(files)
+    (lock,) = (tmp_path / "cache" / "lmcache").glob("*.lock")
+    lock.with_suffix(".json").unlink()
+    reads.clear()
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        assert file_digests(files, lock_wait_s=0.0) == expected
+        assert time.monotonic() - begin < 10
+    assert len(reads) == 5
+    assert file_digests(files, lock_wait_s=0.0) == expected
+    assert len(reads) == 5, "it is remembered all the same"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'[[[1,2,3,4,5],""]]', b"\xff"])

@@ -50,6 +50,19 @@ def test_workers_on_other_hosts_are_not_promised_anything(caplog: pytest.LogCapt
     assert "another pod" in caplog.text
 
 
+def test_a_request_whose_patience_has_run_out_does_not_wait_again_at_once(clock: Clock) -> None:
+    """vLLM may ask again in the next step, where it has no blocks free for it."""
+    side = scheduler_side(ScriptedStore([Staged(False, ())]))
+    request = request_of()
+    deadline = clock.now + 60.0
+    while side.num_matched(request, 0)[0] is None:
+        assert clock.now < deadline
+        clock.now += 0.01
+    for _ in range(50):
+        assert side.num_matched(request, 0) == (0, False)
+        clock.now += 0.01
+
+
 def test_a_request_is_looked_up_when_it_comes() -> None:
     store = ScriptedStore([hot(5)])
     side = scheduler_side(store)

@@ -44,11 +44,16 @@ _Known = list[tuple[_Stat, str]]
 _KNOWN = msgspec.json.Decoder(_Known)
 
 
-def file_digests(files: Sequence[Path]) -> list[str]:
+def file_digests(files: Sequence[Path], lock_wait_s: float | None = None) -> list[str]:
     """Return a digest of every byte of each file.
 
     Several processes that ask for the same files at once read them once, where they have a cache
     directory (`$XDG_CACHE_HOME/lmcache`, or `~/.cache/lmcache`) that no other user can write to.
+
+    Args:
+        files: The files.
+        lock_wait_s: How long to wait for another process that reads them, before reading them
+            here too; by default `MAX_LOCK_WAIT_S`.
 
     Raises:
         LayoutError: A file changes while it is read.
@@ -61,7 +66,8 @@ def file_digests(files: Sequence[Path]) -> list[str]:
         return _read(paths)
     name = hashlib.sha256("\0".join(map(str, paths)).encode("utf-8", "surrogateescape")).hexdigest()
     memory = directory / f"weights-{name}.json"
-    with _locked(directory / f"weights-{name}.lock"):
+    wait_s = MAX_LOCK_WAIT_S if lock_wait_s is None else lock_wait_s
+    with _locked(directory / f"weights-{name}.lock", wait_s):
         stats, known = [_stat(path) for path in paths], _recalled(memory)
         if [stat for stat, _ in known] == stats:
             return [digest for _, digest in known]
@@ -131,8 +137,8 @@ def _cache_directory() -> Path | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that one process reads and the others wait; none where locking fails."""
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold a lock, so that one process reads and the others wait; none where locking fails, or takes too long."""
     try:
         file = path.open("ab")
     except OSError:
@@ -140,11 +146,14 @@ def _locked(path: Path) -> Iterator[None]:
         return
     with file:
         begin = told_at = time.monotonic()
-        while (now := time.monotonic()) < begin + MAX_LOCK_WAIT_S:
+        while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                now = time.monotonic()
+                if now >= begin + wait_s:
+                    break
                 if now - told_at >= PROGRESS_S:
                     told_at = now
                     logger.info("waiting for another process that reads the same weights: seconds=%.0f lock=%s", now - begin, path)

@@ -235,7 +235,8 @@ class SchedulerSide:
             state.polled_at = 0.0  # to look whether the answer has come costs nothing
         first_asked = state.asked_at if state.asked_at is not None else now
         if is_final or now - first_asked > self._options.engine.tier_timeout_s + PATIENCE_MARGIN_S:
-            state.offer, state.asked_at = offer or Offer(0), None
+            # Its shelf life begins now, also where no answer has come.
+            state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
             state.is_new = state.offer.is_complete
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
         else:

@@ -67,7 +67,9 @@ def options_fingerprint(hf_config: Any) -> str:
 
 def adapter_fingerprint(folder: Path) -> str:
     """Text that differs for other LoRA weights: of the whole content of the adapter's files."""
-    return "files-" + _files_fingerprint(_files(folder, frozenset({".json", *WEIGHT_SUFFIXES})))
+    files = _files(folder, frozenset({".json", *WEIGHT_SUFFIXES}))
+    # The scheduler's thread asks: reading an adapter twice is better than an engine that waits.
+    return "files-" + _files_fingerprint(files, lock_wait_s=0.0)
 
 
 def adapter_version(folder: Path) -> FileVersions:
@@ -76,9 +78,9 @@ def adapter_version(folder: Path) -> FileVersions:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _files_fingerprint(files: Sequence[Path]) -> str:
+def _files_fingerprint(files: Sequence[Path], lock_wait_s: float | None = None) -> str:
     digest = hashlib.sha256()
-    for file, content in zip(files, file_digests(files), strict=True):
+    for file, content in zip(files, file_digests(files, lock_wait_s), strict=True):
         digest.update(f"{file.name}\0{content}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
