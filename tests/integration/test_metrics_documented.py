@@ -30,6 +30,7 @@ SECTIONS = {
     "broker": ("All services", "broker"),
     "webhook": ("All services", "webhook"),
 }
+pytestmark = pytest.mark.timeout(300)  # it starts and ends all services, with workers
 WORKER, WORKER_UP = "worker", "lmcache_worker_up"
 
 

@@ -239,7 +239,7 @@ def test_a_collector_that_is_away_costs_nobody_a_wait() -> None:
     for _ in range(2 * MAX_QUEUED_SPANS):
         with working_for("work", None, tracer), step("part"):
             pass
-    assert time.monotonic() - begun < 10.0
+    assert time.monotonic() - begun < 30.0
     begun = time.monotonic()
     tracer.close()
     assert time.monotonic() - begun < CLOSE_TIMEOUT_S + 1.0

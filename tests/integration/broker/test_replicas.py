@@ -40,6 +40,8 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[list[Servic
     environ = {
         "LMCACHE_BROKER_PORT": "0",
         "LMCACHE_BROKER_REDIS_URL": redis_server.url,
+        # On a busy machine an answer may take longer than the 0.2 s after which each broker is on its own.
+        "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "1000",
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
         "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
         "LMCACHE_BROKER_TICKET_TTL_MS": "2000",

@@ -24,7 +24,7 @@ def run(check: Path, interpret: bool) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | (
         {"TRITON_INTERPRET": "1"} if interpret else {}
     )
-    options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "--timeout", "600"]
     command = [sys.executable, "-m", "pytest", *options, str(check)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 

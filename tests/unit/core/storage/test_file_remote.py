@@ -324,10 +324,13 @@ async def test_a_directory_that_is_not_mounted_is_unavailable_and_is_not_made(tm
 
 
 async def test_what_does_not_answer_is_unavailable_or_late_and_leaks_nothing(tmp_path, files, arena):
+    writer = FileBackend(tmp_path, RemoteOptions())
+    await writer.open()
+    keys = [make_key(i) for i in range(20)]
+    await writer.batched_put([make_chunk(i) for i in range(20)])
+    await writer.close()
     tier = FileBackend(tmp_path, RemoteOptions(timeout_s=0.1), files)
     await tier.open()
-    keys = [make_key(i) for i in range(20)]
-    await tier.batched_put([make_chunk(i) for i in range(20)])
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     files.may_read.clear()
     with pytest.raises(UnavailableError, match=r"no answer within 0\.1 s"):

@@ -235,7 +235,7 @@ async def test_of_a_long_prompt_the_part_that_comes_in_time_is_read(over: MakeSt
         tier.asked = []
         said = await read_cold(stack, 200, timeout_s=0.2)
         [(num_asked, _)] = tier.asked
-        assert 5 <= num_asked <= 40
+        assert 5 <= num_asked <= 100
         num_read = sum(isinstance(one, bytes) for one in said)
         assert num_read >= 5
         assert said[num_asked:] == [MissReason.DEADLINE] * (200 - num_asked)
