@@ -70,7 +70,8 @@ fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; no
 	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
-stats: $(VENV)/.runtime ## Count code, small modules, short functions, words: how large and how scattered the code is
+# Not listed: how large and how scattered the code is: lines, small modules, short functions, words
+stats: $(VENV)/.runtime
 	@$(BIN)/python -m tests.stats
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting
