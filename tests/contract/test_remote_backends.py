@@ -155,7 +155,7 @@ class TestRedis(RemoteSuite):
 class RestUnderTest(BackendUnderTest):
     def __init__(self, server: RestServer) -> None:
         self._server = server
-        self.backend = create_remote_backend(server.url, token="secret token", timeout_s=10)
+        self.backend = create_remote_backend(server.url, token="secret-token", timeout_s=10)
 
     def raw_set(self, key: ChunkKey, record: bytes) -> None:
         self._server.records[key.key.to_url()] = record
@@ -181,7 +181,7 @@ class TestRest(SharedServerSuite):
             assert isinstance(result, Chunk)
             result.release()
         assert server.num_connections == 1
-        assert server.authorization == "bearer secret token"
+        assert server.authorization == "bearer secret-token"
 
 
 class LmUnderTest(BackendUnderTest):
