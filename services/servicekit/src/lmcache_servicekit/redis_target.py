@@ -10,10 +10,11 @@ from urllib.parse import unquote, urlsplit
 import redis.asyncio as redis_asyncio
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.tls import ReloadingContext, TlsFiles, client_context
+from lmcache_core.storage.remote.sentinels import SteadySentinels
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, ResponseError
 
@@ -188,11 +189,11 @@ class RedisTarget:
 
     def _behind_sentinels(self, limits: RedisLimits) -> tuple[redis_asyncio.Redis, Sequence[redis_asyncio.Redis]]:
         patience = {**limits.options(), "socket_timeout": limits.timeout_s, "credential_provider": self.login}
-        sentinels = Sentinel([])  # type: ignore[no-untyped-call]
+        sentinels = SteadySentinels([])  # type: ignore[no-untyped-call]
         sentinels.sentinels = [_client_of(address, {**self._tls(TlsConnection), **patience}) for address in self.addresses]
         options = {**self._credentials(), **self._tls(SentinelTlsConnection), **limits.options()}
         client: redis_asyncio.Redis = sentinels.master_for(self.service, **options)
-        return client, sentinels.sentinels
+        return client, tuple(sentinels.sentinels)
 
     def _credentials(self) -> dict[str, Any]:
         user, password = _credentials_of(self.url)

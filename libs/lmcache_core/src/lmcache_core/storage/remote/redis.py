@@ -11,7 +11,6 @@ from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
@@ -40,6 +39,7 @@ from lmcache_core.storage.remote.base import (
     release_all,
 )
 from lmcache_core.storage.remote.redis_exchange import MAX_AHEAD, encoded, exchange
+from lmcache_core.storage.remote.sentinels import SteadySentinels
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.time_limit import caller_limit
 
@@ -255,7 +255,7 @@ def _behind_sentinel(netloc: str, service: str, timeout_s: float) -> tuple[redis
     options = _connection_options(timeout_s) | {"username": unquote(user) or None, "password": unquote(password) or None}
     share_s = timeout_s / len(sentinels)
     limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s, "retry": Retry(NoBackoff(), 0)}
-    sentinel = Sentinel(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
+    sentinel = SteadySentinels(sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
     client: redis.Redis = sentinel.master_for(service, **options)
     return client, list(sentinel.sentinels)
 
