@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 
+import pytest
 import torch
 import xxhash
 from hypothesis import example, given
@@ -125,6 +126,14 @@ def test_a_view_is_written_as_its_values(serde: int, dtype: str, shape: tuple[in
     found = READERS[serde](None).from_bytes(WRITERS[serde]().to_bytes(view))
     assert found.shape == view.shape
     assert bits_of(found) == bits_of(view)
+
+
+@pytest.mark.parametrize("serde", range(len(READERS)))
+def test_an_empty_view_behind_the_end_of_its_storage(serde: int) -> None:
+    view = torch.empty(1, 0)[1:]
+    assert view.storage_offset() > 0
+    found = READERS[serde](None).from_bytes(WRITERS[serde]().to_bytes(view))
+    assert found.shape == (0, 0)
 
 
 def assert_is_as_its_head_says(found: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:

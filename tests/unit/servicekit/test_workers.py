@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 from lmcache_servicekit.workers import WorkerPool
 
 def serve(seat, ready):
     if {serve!r} == "cannot start":
         return 7 if seat.number == 1 else time.sleep(60)
-    signal.signal(signal.SIGTERM, lambda *_: print("deaf", flush=True) if {serve!r} == "deaf" else sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"deaf\\n") if {serve!r} == "deaf" else sys.exit(0))
     ready()
     while True:
         time.sleep(60)

@@ -123,7 +123,9 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     if fault is not None:
         raise ValueError(f"a tensor cannot be encoded: {fault}")
     plain = t.detach().as_subclass(torch.Tensor).to("cpu").resolve_neg()
-    if plain.stride() == contiguous_strides(plain.shape) and plain.untyped_storage().nbytes() == plain.nbytes:
+    # An empty view may begin behind the end of an empty storage.
+    is_whole = plain.storage_offset() == 0 and plain.untyped_storage().nbytes() == plain.nbytes
+    if is_whole and plain.stride() == contiguous_strides(plain.shape):
         return plain
     return torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
 
