@@ -192,7 +192,7 @@ def test_peers_that_refuse_or_drain_are_left_alone(site: Site) -> None:
     store_at(leaving)
     leaving.terminate()
     assert leaving.wait() == 0
-    assert "drained: 4 chunks, 0 of them handed over, 0 elsewhere already, 4 that nobody took, 0 left" in leaving.process.tail()
+    assert "drained: 4 chunks, 0 of them handed over, 0 elsewhere already, 4 refused, 0 left" in leaving.process.tail()
     assert [heir.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for heir in heirs] == [0, 0]
 
 
@@ -243,7 +243,7 @@ def test_a_target_that_hangs_does_not_keep_it_beyond_its_time(site: Site, hangin
     assert sidecar.get("/v1/status")["drain"]["left"] == NUM_CHUNKS, "it tells how far it is while it ends"
     assert sidecar.wait() == 0
     assert 1.5 < time.monotonic() - begin < 6.0
-    assert f"0 that nobody took, {NUM_CHUNKS} left" in sidecar.process.tail()
+    assert f"0 refused, {NUM_CHUNKS} left" in sidecar.process.tail()
     assert not sidecar.socket.exists()
 
 

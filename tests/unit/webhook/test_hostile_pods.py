@@ -28,7 +28,7 @@ PIECES = [
 MEMBERS = ("script", "image", "value", "values", "variable", "annotation", "mount", "quantity", "name")
 MAX_BODY_BYTES = 1 << 20
 LAUGHS = ",".join(["[&a [x,x,x,x,x,x,x,x]", *(f"&{name} [{','.join([f'*{of}'] * 8)}]" for of, name in pairwise("abcdefghijkl"))]) + "]"
-"""What each alias names has eight of the one before: 69 billion texts for whoever shows it."""
+"""Each alias stands for eight of the one before: 69 billion texts when it is expanded."""
 
 
 def with_text(member: str, text: str) -> Pod:

@@ -140,7 +140,7 @@ def test_a_sidecar_that_hangs_is_given_up_although_nothing_more_can_be_sent(
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: Path) -> None:
-    """Nobody asks for their answers any more; the requests that follow must not try in vain."""
+    """Their answers are no longer fetched. Later requests must not wait for room in the socket."""
     with held(tmp_path) as (store, sidecar, _):
         for number in range(MAX_UNANSWERED + 1):
             store.unstage([f"t{number}"])

@@ -105,8 +105,7 @@ class Drain:
         is_loss = moved.left or moved.failed or self._stack.is_writing
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d there already, %d that nobody took, %d left; "
-            "%d bytes and %d more chunks not written",
+            "drained: %d chunks, %d of them handed over, %d there already, %d refused, %d left; %d bytes and %d more chunks not written",
             moved.total,
             moved.handed_over,
             moved.already_elsewhere,

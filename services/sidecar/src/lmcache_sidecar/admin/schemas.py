@@ -20,7 +20,7 @@ class DrainView(BaseModel):
     total: int = Field(description="Chunks held when it began")
     handed_over: int = Field(description="Chunks that storage or a peer has taken")
     already_elsewhere: int = Field(description="Chunks that somebody else held already")
-    failed: int = Field(description="Chunks that nobody took, or that could not be read")
+    failed: int = Field(description="Chunks that no receiver took, or that could not be read")
     left: int = Field(description="Chunks not dealt with, so far or in time")
 
 

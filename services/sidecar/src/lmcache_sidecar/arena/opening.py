@@ -73,7 +73,7 @@ def _reopened(file: ArenaFile, journal: Journal, lock: FileLock) -> tuple[Shared
             try:
                 path.lstat()  # `exists` would take any error for absence
             except FileNotFoundError as exc:
-                raise JournalError(f"whether the clients of generation {generation:016x} are gone cannot be told") from exc
+                raise JournalError(f"cannot find out whether the clients of generation {generation:016x} have ended") from exc
             except OSError as exc:
                 raise cannot_be_opened(path, exc) from exc
     except JournalError as exc:

@@ -104,7 +104,7 @@ class Drain:
         )  # with nobody to take them, chunks stay
         logger.log(
             logging.WARNING if is_loss else logging.INFO,
-            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d that nobody took, %d left; "
+            "drained: %d chunks, %d of them handed over, %d elsewhere already, %d refused, %d left; "
             "%d bytes and %d more chunks not written",
             progress.total,
             progress.handed_over,
