@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lmcache_core.record import Staged
@@ -27,6 +28,7 @@ GOOD = Staged(True, (b"\1\1\0",))
 MUCH_S = 1000.0
 TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
+UNHURRIED_S = 0.25
 
 
 class Held:
@@ -50,7 +52,9 @@ class Held:
 
 @contextlib.contextmanager
 def held(directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
-    with scripted_sidecar(directory, lambda request: None) as sidecar:
+    # On a busy machine even HELLO may be answered later than QUICK_S.
+    unhurried = mock.patch.object(pace_module, "QUICK_S", UNHURRIED_S)
+    with unhurried, scripted_sidecar(directory, lambda request: None) as sidecar:
         sidecar.script = script = Held(sidecar)
         store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters())
         store.open(lambda salt: None)
@@ -68,12 +72,6 @@ def eventually(condition: Callable[[], object], complaint: str) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a busy machine makes an answer late that is not, or a question that was just sent."""
-    monkeypatch.setattr(pace_module, "QUICK_S", 0.25)
-
-
 def asked(sidecar: ScriptedSidecar) -> list[str]:
     return [type(request).__name__ for request in sidecar.requests if request != m.Release(())]
 
@@ -88,7 +86,6 @@ def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None
         assert sidecar.num_connections == 1
 
 
-@pytest.mark.usefixtures("unhurried")
 def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
@@ -105,7 +102,6 @@ def test_what_can_save_little_is_done_without_until_the_sidecar_is_quick(tmp_pat
         assert sidecar.num_connections == 1, "an answer that came late has cost a connection"
 
 
-@pytest.mark.usefixtures("unhurried")
 def test_a_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
     with held(tmp_path, timeout_s=0.2) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == Staged(False, ())
@@ -138,7 +134,6 @@ def test_a_sidecar_that_hangs_is_given_up_although_nothing_more_can_be_sent(
         eventually(is_given_up, "the connection is kept for ever")
 
 
-@pytest.mark.usefixtures("unhurried")
 def test_a_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: Path) -> None:
     """Their answers are no longer fetched. Later requests must not wait for room in the socket."""
     with held(tmp_path) as (store, sidecar, _):
@@ -163,7 +158,7 @@ def test_a_probe_that_could_not_be_sent_tells_nothing(tmp_path: Path, monkeypatc
 
         monkeypatch.setattr(store._pace, "_probe", counted)
         with connection._turn:
-            store._pace.wasted(2 * QUICK_S)
+            store._pace.wasted(2 * UNHURRIED_S)
             eventually(lambda: probes, "it is not probed")
             time.sleep(0.05)
             assert not store.is_worth(0.0), "nothing has been answered"
@@ -171,7 +166,6 @@ def test_a_probe_that_could_not_be_sent_tells_nothing(tmp_path: Path, monkeypatc
         eventually(lambda: store.is_worth(0.0), "nothing finds out that the sidecar is quick")
 
 
-@pytest.mark.usefixtures("unhurried")
 def test_a_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         go.set()
